@@ -1,0 +1,55 @@
+"""The nvfp4_ds_mla record's constants, facts of this build, and the C++ codec over buffers.
+
+Buffers are C-contiguous objects of the buffer protocol, numpy arrays for example; sizes are numbers
+of elements, the shape does not matter. A buffer of another size or element raises ValueError.
+"""
+
+from typing import Literal
+
+from typing_extensions import Buffer
+
+NOPE_DIM: int
+ROPE_DIM: int
+HEAD_DIM: int
+BLOCK_DIM: int
+NUM_SCALES: int
+RECORD_BYTES: int
+CODES_OFFSET: int
+ROPE_OFFSET: int
+SCALES_OFFSET: int
+
+VERSION: str
+COMPILER: str
+CUDA_ARCHS: tuple[str, ...]
+TORCH_TARGET: str
+
+def scale_offset(block: int) -> int:
+    """The byte of the record that holds the scale of element block 0 .. NUM_SCALES - 1."""
+
+def encode_e2m1(x: Buffer, out: Buffer, /) -> None:
+    """float32 [n] -> uint8 [n], one code a byte."""
+
+def decode_e2m1(codes: Buffer, out: Buffer, /) -> None:
+    """uint8 [n], one code a byte -> float32 [n]."""
+
+def encode_e4m3(x: Buffer, out: Buffer, /) -> None:
+    """float32 [n] -> uint8 [n]."""
+
+def decode_e4m3(codes: Buffer, out: Buffer, /) -> None:
+    """uint8 [n] -> float32 [n]."""
+
+def encode_scales(amax: Buffer, scale: Buffer, inverse: Buffer, /) -> None:
+    """float32 [n], the largest magnitude of each block -> its e4m3 scale, uint8 [n], and 1 / scale, float32 [n]."""
+
+def widen(bits: Buffer, dtype: Literal["bfloat16", "float16"], out: Buffer, /) -> None:
+    """uint16 [n], the bits of elements of dtype -> float32 [n]."""
+
+def encode_tokens(
+    latent: Buffer, dtype: Literal["bfloat16", "float16", "float32"], records: Buffer, /
+) -> None:
+    """[tokens * HEAD_DIM] of uint16 bits, or float32 -> uint8 [tokens * RECORD_BYTES]."""
+
+def decode_tokens(
+    records: Buffer, dtype: Literal["bfloat16", "float16", "float32"], latent: Buffer, /
+) -> None:
+    """uint8 [tokens * RECORD_BYTES] -> [tokens * HEAD_DIM] of uint16 bits, or float32."""

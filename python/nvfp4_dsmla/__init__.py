@@ -1,0 +1,39 @@
+"""PyTorch ops for `nvfp4_ds_mla`, the 4-bit KV-cache record of sparse latent attention.
+
+A token's latent vector, 512 NoPE dims and 64 RoPE dims, is stored in 352 bytes: 4-bit e2m1 codes
+with an e4m3 scale for each 16 of them, and the RoPE dims in e4m3. `concat_and_cache_nvfp4_ds_mla`
+writes tokens into a paged cache, `cp_gather_and_upconvert_nvfp4_kv_cache` and
+`gather_and_upconvert_nvfp4_ds_mla` read them back, on CPU and CUDA, in eager code and in traced
+regions. `layout` names the parts of a record, `reference` is its specification in plain PyTorch.
+
+Importing this package registers the ops as `torch.ops.nvfp4_dsmla.*`.
+"""
+
+from __future__ import annotations
+
+from nvfp4_dsmla._load import load as _load_libraries
+from nvfp4_dsmla._load import loaded_libraries
+
+_load_libraries()
+
+from nvfp4_dsmla import _fake as _fake  # noqa: E402  (the ops it describes must be registered)
+from nvfp4_dsmla import layout, reference  # noqa: E402
+from nvfp4_dsmla._C import VERSION as __version__  # noqa: E402
+from nvfp4_dsmla.cache import allocate_kv_cache, slot_mapping_from_block_table  # noqa: E402
+from nvfp4_dsmla.ops import (  # noqa: E402
+    concat_and_cache_nvfp4_ds_mla,
+    cp_gather_and_upconvert_nvfp4_kv_cache,
+    gather_and_upconvert_nvfp4_ds_mla,
+)
+
+__all__ = [
+    "__version__",
+    "allocate_kv_cache",
+    "concat_and_cache_nvfp4_ds_mla",
+    "cp_gather_and_upconvert_nvfp4_kv_cache",
+    "gather_and_upconvert_nvfp4_ds_mla",
+    "layout",
+    "loaded_libraries",
+    "reference",
+    "slot_mapping_from_block_table",
+]
