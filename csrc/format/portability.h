@@ -1,0 +1,26 @@
+// What differs between the compilers that read this folder: g++/clang++ alone, and nvcc's two
+// passes.
+#pragma once
+
+#include <cstring>
+
+// Forced inlining is not for speed alone: a host caller compiled for a wider instruction set
+// (kernels/cpu) only vectorises these functions if they are part of its own body.
+#if defined(__CUDACC__)
+#define NVFP4_DSMLA_INLINE __host__ __device__ __forceinline__
+#else
+#define NVFP4_DSMLA_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace nvfp4_dsmla {
+
+// std::bit_cast is no __device__ function, and refuses CUDA's own 16-bit types.
+template <class To, class From>
+NVFP4_DSMLA_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(static_cast<void*>(&to), &from, sizeof(To));
+  return to;
+}
+
+}  // namespace nvfp4_dsmla

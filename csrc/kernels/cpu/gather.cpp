@@ -1,0 +1,137 @@
+#include <algorithm>
+
+#include "format/token.h"
+#include "kernels/cpu/vectorise.h"
+#include "kernels/launch.h"
+
+namespace nvfp4_dsmla::cpu {
+namespace {
+
+template <class Out>
+NVFP4_DSMLA_INLINE void gather_slots(const SlotGatherParams& p, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    Out* row = static_cast<Out*>(p.dst) + r * kHeadDim;
+    const int64_t slot = p.slots[r];
+    if (p.cache.holds(slot)) {
+      decode_token(p.cache.record(slot), row);
+    } else {
+      std::fill_n(row, kHeadDim, Out{});
+    }
+  }
+}
+
+// The rows of request `request` lie in [start(request), start(request + 1)).
+int64_t start(const RequestGatherParams& p, int64_t request) {
+  return request < p.num_requests ? p.workspace_starts[request * p.workspace_starts_stride]
+                                  : p.num_rows;
+}
+
+// Where in its request's blocks row `row` is.
+int64_t token_of(const RequestGatherParams& p, int64_t request, int64_t row) {
+  const int64_t seq_start =
+      p.seq_starts == nullptr ? 0 : p.seq_starts[request * p.seq_starts_stride];
+  return seq_start + row - start(p, request);
+}
+
+int64_t block_at(const RequestGatherParams& p, int64_t request, int64_t column) {
+  return p.block_table[request * p.block_table_row_stride + column * p.block_table_column_stride];
+}
+
+// The last request that starts at or before `row`; -1 if there is none.
+int64_t request_of(const RequestGatherParams& p, int64_t row) {
+  int64_t low = 0, high = p.num_requests;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (start(p, middle) <= row) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low - 1;
+}
+
+template <class Out>
+NVFP4_DSMLA_INLINE void gather_requests(const RequestGatherParams& p, int64_t begin, int64_t end) {
+  int64_t request = request_of(p, begin);
+  for (int64_t r = begin; r < end; ++r) {
+    Out* row = static_cast<Out*>(p.dst) + r * p.dst_stride;
+    if (request < 0) {
+      std::fill_n(row, kHeadDim, Out{});
+      continue;
+    }
+    while (start(p, request + 1) <= r && request + 1 < p.num_requests) ++request;
+    const int64_t token = token_of(p, request, r);
+    const int64_t block = block_at(p, request, token / p.cache.block_size);
+    decode_token(p.cache.record(block, token % p.cache.block_size), row);
+  }
+}
+
+#define NVFP4_DSMLA_GATHER(name, Out)                                                              \
+  NVFP4_DSMLA_VECTORISE void slots_##name(const SlotGatherParams& p, int64_t begin, int64_t end) { \
+    gather_slots<Out>(p, begin, end);                                                              \
+  }                                                                                                \
+  NVFP4_DSMLA_VECTORISE void requests_##name(const RequestGatherParams& p, int64_t begin,          \
+                                             int64_t end) {                                        \
+    gather_requests<Out>(p, begin, end);                                                           \
+  }
+// Clones are made of plain functions, not of templates.
+NVFP4_DSMLA_GATHER(bfloat16, BFloat16)
+NVFP4_DSMLA_GATHER(float16, Float16)
+NVFP4_DSMLA_GATHER(float32, float)
+#undef NVFP4_DSMLA_GATHER
+
+}  // namespace
+
+void gather(const SlotGatherParams& p, int64_t begin, int64_t end) {
+  switch (p.element) {
+    case Element::kBFloat16:
+      return slots_bfloat16(p, begin, end);
+    case Element::kFloat16:
+      return slots_float16(p, begin, end);
+    case Element::kFloat32:
+      return slots_float32(p, begin, end);
+  }
+}
+
+void gather(const RequestGatherParams& p, int64_t begin, int64_t end) {
+  switch (p.element) {
+    case Element::kBFloat16:
+      return requests_bfloat16(p, begin, end);
+    case Element::kFloat16:
+      return requests_float16(p, begin, end);
+    case Element::kFloat32:
+      return requests_float32(p, begin, end);
+  }
+}
+
+GatherFaultAt find_gather_fault(const RequestGatherParams& p) {
+  if (p.num_requests > 0 && start(p, 0) != 0) {
+    return {GatherFault::kStartsNotFromZero, 0, 0, start(p, 0)};
+  }
+  for (int64_t request = 1; request < p.num_requests; ++request) {
+    if (start(p, request) < start(p, request - 1)) {
+      return {GatherFault::kStartsDecrease, request, 0, start(p, request)};
+    }
+  }
+  for (int64_t request = 0; request < p.num_requests; ++request) {
+    const int64_t first_row = start(p, request);
+    const int64_t last_row = std::min(start(p, request + 1), p.num_rows) - 1;
+    if (last_row < first_row) continue;
+    const int64_t first = token_of(p, request, first_row);
+    const int64_t last = token_of(p, request, last_row);
+    if (first < 0) return {GatherFault::kTokenOutsideTable, request, 0, first};
+    if (last >= p.max_blocks * p.cache.block_size) {
+      return {GatherFault::kTokenOutsideTable, request, 0, last};
+    }
+    for (int64_t c = first / p.cache.block_size; c <= last / p.cache.block_size; ++c) {
+      const int64_t block = block_at(p, request, c);
+      if (block < 0 || block >= p.cache.num_blocks) {
+        return {GatherFault::kBlockOutsideCache, request, c, block};
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace nvfp4_dsmla::cpu

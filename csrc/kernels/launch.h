@@ -1,0 +1,56 @@
+// The entry points of the kernels. They assume checked parameters, allocate nothing, and report
+// rather than throw.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/params.h"
+
+struct CUstream_st;  // cudaStream_t without the CUDA headers
+
+namespace nvfp4_dsmla {
+
+// Host kernels work on [begin, end) of their rows, so that the caller's thread pool may share them.
+namespace cpu {
+
+void write(const WriteParams& params, int64_t begin, int64_t end);
+void gather(const SlotGatherParams& params, int64_t begin, int64_t end);
+void gather(const RequestGatherParams& params, int64_t begin, int64_t end);
+
+// The first position in slot_mapping whose slot is at or past the capacity, or -1.
+int64_t find_slot_past_capacity(const WriteParams& params);
+
+// What is wrong with a gather by requests, in the order it is looked for.
+enum class GatherFault : uint8_t {
+  kNone,
+  kStartsNotFromZero,  // workspace_starts[0] != 0
+  kStartsDecrease,     // workspace_starts[request] < workspace_starts[request - 1]
+  kTokenOutsideTable,  // token `value` of `request` lies before or past its row of the block table
+  kBlockOutsideCache,  // block_table[request, column] = value is no block of the cache
+};
+struct GatherFaultAt {
+  GatherFault fault = GatherFault::kNone;
+  int64_t request = 0;
+  int64_t column = 0;
+  int64_t value = 0;
+};
+GatherFaultAt find_gather_fault(const RequestGatherParams& params);
+
+}  // namespace cpu
+
+// Each enqueues one kernel and returns a cudaError_t, 0 for success. They read no device data on
+// the host and never synchronise, so they may be captured in a CUDA graph.
+namespace cuda {
+
+int write(const WriteParams& params, CUstream_st* stream);
+int gather(const SlotGatherParams& params, CUstream_st* stream);
+int gather(const RequestGatherParams& params, CUstream_st* stream);
+
+const char* error_text(int error);
+
+// The kernels index slots in 32 bits; a cache of more tokens (756 GB) must be refused before.
+inline constexpr int64_t kMaxCapacity = INT32_MAX;
+
+}  // namespace cuda
+
+}  // namespace nvfp4_dsmla

@@ -1,0 +1,276 @@
+#include "ops/check.h"
+
+#include <array>
+#include <sstream>
+#include <stdexcept>
+
+#include "format/record.h"
+
+namespace nvfp4_dsmla {
+
+std::string dtype_name(int32_t dtype) {
+  const std::pair<int32_t, const char*> names[] = {
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_int16(), "int16"},
+      {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
+  };
+  for (const auto& [number, name] : names) {
+    if (number == dtype) return name;
+  }
+  return "dtype number " + std::to_string(dtype);
+}
+
+namespace {
+
+std::string list(const int64_t* values, int64_t count) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < count; ++i) text << (i == 0 ? "" : ", ") << values[i];
+  text << ']';
+  return text.str();
+}
+
+std::string device_name(const TensorView& t) {
+  if (t.device_type == aoti_torch_device_type_cpu()) return "cpu";
+  if (t.device_type == aoti_torch_device_type_cuda()) {
+    return "cuda:" + std::to_string(t.device_index);
+  }
+  return "device type " + std::to_string(t.device_type);
+}
+
+}  // namespace
+
+std::string describe(const TensorView& t) {
+  return dtype_name(t.dtype) + ' ' + list(t.sizes, t.dim) + " with strides " +
+         list(t.strides, t.dim) + " on " + device_name(t);
+}
+
+namespace {
+
+template <class... Pieces>
+[[noreturn]] void refuse(const char* op, const Pieces&... pieces) {
+  std::ostringstream text;
+  text << op << ": ";
+  (text << ... << pieces);
+  throw std::invalid_argument(text.str());
+}
+
+// One tensor argument under its name; want() refuses with what was wanted and what the tensor is.
+struct Argument : TensorView {
+  Argument(const char* op, const char* name, const Tensor& tensor)
+      : TensorView(tensor), op(op), name(name) {}
+
+  template <class... Pieces>
+  void want(bool holds, const Pieces&... wanted) const {
+    if (!holds) refuse(op, name, ": wanted ", wanted..., ", got ", describe(*this));
+  }
+  void want_device_of(const Argument& other) const {
+    want(device_type == other.device_type && device_index == other.device_index, "the device of ",
+         other.name, " (", device_name(other), ')');
+  }
+
+  const char* op;
+  const char* name;
+};
+
+std::optional<Element> element_of(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_bfloat16()) return Element::kBFloat16;
+  if (dtype == aoti_torch_dtype_float16()) return Element::kFloat16;
+  if (dtype == aoti_torch_dtype_float32()) return Element::kFloat32;
+  return std::nullopt;
+}
+
+// A matrix of latent elements: [rows, width], a row contiguous, rows anywhere.
+Element check_rows(const Argument& t, int64_t width) {
+  const auto element = element_of(t.dtype);
+  t.want(element && t.dim == 2 && t.size(1) == width && t.stride(1) == 1,
+         "bfloat16, float16 or float32 of shape [tokens, ", width,
+         "] with a contiguous last dimension");
+  return *element;
+}
+
+bool is_index(const Argument& t) {
+  return t.dtype == aoti_torch_dtype_int32() || t.dtype == aoti_torch_dtype_int64();
+}
+
+Index index_of(const Argument& t) {
+  return t.dtype == aoti_torch_dtype_int64() ? Index::kInt64 : Index::kInt32;
+}
+
+void check_int32(const Argument& t, int64_t dim, const char* shape) {
+  t.want(t.dtype == aoti_torch_dtype_int32() && t.dim == dim, "int32 of shape ", shape);
+}
+
+// Whether no two records share a byte. Dimensions are taken from the closest to the widest stride;
+// each must step over all that the closer ones span.
+bool records_apart(const Argument& cache) {
+  std::array<std::pair<int64_t, int64_t>, 3> steps{};  // stride, size; {0, 0} where there is none
+  for (int64_t d = 0; d + 1 < cache.dim; ++d) {
+    if (cache.sizes[d] == 0) return true;
+    if (cache.sizes[d] > 1) steps[d] = {cache.strides[d], cache.sizes[d]};
+  }
+  std::sort(steps.begin(), steps.end());
+  int64_t span = kRecordBytes;
+  for (const auto& [stride, size] : steps) {
+    if (size == 0) continue;
+    if (stride < span) return false;
+    span += stride * (size - 1);
+  }
+  return true;
+}
+
+PagedCache<uint8_t> check_cache(const Argument& cache, int64_t layer) {
+  cache.want(cache.dtype == aoti_torch_dtype_uint8() && (cache.dim == 3 || cache.dim == 4) &&
+                 cache.size(1) == kRecordBytes && cache.size(2) >= 1 && cache.stride(1) == 1,
+             "uint8 of shape [num_blocks, block_size, ", kRecordBytes,
+             "] or [num_layers, num_blocks, block_size, ", kRecordBytes,
+             "] with block_size >= 1 and contiguous records");
+  const int64_t num_layers = cache.dim == 4 ? cache.sizes[0] : 1;
+  if (layer < 0 || layer >= num_layers) {
+    refuse(cache.op, "layer: wanted 0 <= layer < ", num_layers, ", the layers of ", cache.name,
+           ", got ", layer);
+  }
+  auto* base = static_cast<uint8_t*>(cache.data);
+  if (cache.dim == 4) base += layer * cache.strides[0];
+  return {base, cache.size(3), cache.size(2), cache.stride(3), cache.stride(2)};
+}
+
+PagedCache<const uint8_t> read_only(const PagedCache<uint8_t>& c) {
+  return {c.base, c.num_blocks, c.block_size, c.block_stride, c.token_stride};
+}
+
+}  // namespace
+
+WriteParams check_write(const Tensor& kv_c_tensor,
+                        const Tensor& k_pe_tensor,
+                        const Tensor& kv_cache_tensor,
+                        const Tensor& slot_mapping_tensor,
+                        int64_t layer) {
+  constexpr const char* kOp = "concat_and_cache_nvfp4_ds_mla";
+  const Argument kv_cache(kOp, "kv_cache", kv_cache_tensor);
+  const Argument kv_c(kOp, "kv_c", kv_c_tensor);
+  const Argument k_pe(kOp, "k_pe", k_pe_tensor);
+  const Argument slot_mapping(kOp, "slot_mapping", slot_mapping_tensor);
+
+  const PagedCache<uint8_t> cache = check_cache(kv_cache, layer);
+  kv_cache.want(records_apart(kv_cache), "strides that keep records apart");
+  const Element element = check_rows(kv_c, kNopeDim);
+  check_rows(k_pe, kRopeDim);
+  k_pe.want(k_pe.dtype == kv_c.dtype, "the dtype of kv_c (", dtype_name(kv_c.dtype), ')');
+  slot_mapping.want(is_index(slot_mapping) && slot_mapping.dim == 1,
+                    "int64 or int32 of shape [tokens]");
+  const int64_t num_tokens = slot_mapping.size(1);
+  kv_c.want(kv_c.size(2) >= num_tokens, "a row for each of slot_mapping's ", num_tokens, " tokens");
+  k_pe.want(k_pe.size(2) >= num_tokens, "a row for each of slot_mapping's ", num_tokens, " tokens");
+  for (const Argument* t : {&kv_c, &k_pe, &slot_mapping}) t->want_device_of(kv_cache);
+
+  return {.kv_c = kv_c.data,
+          .k_pe = k_pe.data,
+          .kv_c_stride = kv_c.stride(2),
+          .k_pe_stride = k_pe.stride(2),
+          .element = element,
+          .cache = cache,
+          .slot_mapping = {slot_mapping.data, index_of(slot_mapping), slot_mapping.stride(1)},
+          .num_tokens = num_tokens};
+}
+
+RequestGatherParams check_request_gather(const Tensor& src_cache_tensor,
+                                         const Tensor& dst_tensor,
+                                         const Tensor& block_table_tensor,
+                                         const Tensor& workspace_starts_tensor,
+                                         int64_t batch_size,
+                                         const std::optional<Tensor>& seq_starts_tensor,
+                                         int64_t layer) {
+  constexpr const char* kOp = "cp_gather_and_upconvert_nvfp4_kv_cache";
+  const Argument src_cache(kOp, "src_cache", src_cache_tensor);
+  const Argument dst(kOp, "dst", dst_tensor);
+  const Argument block_table(kOp, "block_table", block_table_tensor);
+  const Argument workspace_starts(kOp, "workspace_starts", workspace_starts_tensor);
+  std::optional<Argument> seq_starts;
+  if (seq_starts_tensor) seq_starts.emplace(kOp, "seq_starts", *seq_starts_tensor);
+
+  const PagedCache<uint8_t> cache = check_cache(src_cache, layer);
+  const Element element = check_rows(dst, kHeadDim);
+  dst.want(dst.size(2) <= 1 || dst.stride(2) >= kHeadDim, "rows that do not overlap");
+  if (batch_size < 0) refuse(kOp, "batch_size: wanted 0 or more, got ", batch_size);
+  check_int32(block_table, 2, "[batch_size or more, max_blocks]");
+  check_int32(workspace_starts, 1, "[batch_size or more]");
+  block_table.want(block_table.size(2) >= batch_size, "a row for each of the ", batch_size,
+                   " requests");
+  workspace_starts.want(workspace_starts.size(1) >= batch_size, "an entry for each of the ",
+                        batch_size, " requests");
+  if (seq_starts) {
+    check_int32(*seq_starts, 1, "[batch_size or more]");
+    seq_starts->want(seq_starts->size(1) >= batch_size, "an entry for each of the ", batch_size,
+                     " requests");
+    seq_starts->want_device_of(src_cache);
+  }
+  for (const Argument* t : {&dst, &block_table, &workspace_starts}) t->want_device_of(src_cache);
+
+  return {.cache = read_only(cache),
+          .dst = dst.data,
+          .dst_stride = dst.stride(2),
+          .element = element,
+          .num_rows = dst.size(2),
+          .block_table = static_cast<const int32_t*>(block_table.data),
+          .block_table_row_stride = block_table.stride(2),
+          .block_table_column_stride = block_table.stride(1),
+          .max_blocks = block_table.size(1),
+          .workspace_starts = static_cast<const int32_t*>(workspace_starts.data),
+          .workspace_starts_stride = workspace_starts.stride(1),
+          .seq_starts = seq_starts ? static_cast<const int32_t*>(seq_starts->data) : nullptr,
+          .seq_starts_stride = seq_starts ? seq_starts->stride(1) : 0,
+          .num_requests = batch_size};
+}
+
+SlotGather check_slot_gather(const Tensor& kv_cache_tensor,
+                             const Tensor& slots_tensor,
+                             std::optional<torch::headeronly::ScalarType> dtype,
+                             int64_t layer) {
+  constexpr const char* kOp = "gather_and_upconvert_nvfp4_ds_mla";
+  const Argument kv_cache(kOp, "kv_cache", kv_cache_tensor);
+  const PagedCache<uint8_t> cache = check_cache(kv_cache, layer);
+  {
+    const Argument slots(kOp, "slots", slots_tensor);
+    slots.want(is_index(slots), "int32 or int64");
+    slots.want_device_of(kv_cache);
+  }
+  const int32_t out_dtype = dtype_of(dtype).value_or(aoti_torch_dtype_bfloat16());
+  const auto element = element_of(out_dtype);
+  if (!element) {
+    refuse(kOp, "dtype: wanted bfloat16, float16 or float32, got ", dtype_name(out_dtype));
+  }
+
+  Tensor flat = slots_tensor.is_contiguous() || slots_tensor.dim() <= 1
+                    ? slots_tensor
+                    : torch::stable::contiguous(slots_tensor);
+  const Argument slots(kOp, "slots", flat);
+  std::vector<int64_t> shape(slots.sizes, slots.sizes + slots.dim);
+  int64_t num_rows = 1;
+  for (const int64_t size : shape) num_rows *= size;
+  shape.push_back(kHeadDim);
+  Tensor out = empty_contiguous(shape, out_dtype, kv_cache.device_type, kv_cache.device_index);
+
+  const int64_t slot_stride = slots.dim == 1 ? slots.stride(1) : 1;
+  return {.params = {.cache = read_only(cache),
+                     .dst = out.data_ptr(),
+                     .element = *element,
+                     .slots = {slots.data, index_of(slots), slot_stride},
+                     .num_rows = num_rows},
+          .slots = flat,
+          .out = out};
+}
+
+void check_limit(const char* op, const char* what, int64_t count, int64_t limit) {
+  if (count > limit) refuse(op, what, ": wanted at most ", limit, " on this device, got ", count);
+}
+
+}  // namespace nvfp4_dsmla

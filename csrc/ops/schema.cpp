@@ -1,0 +1,20 @@
+// Every schema of the library, and nothing else.
+//
+// A cache is uint8: one layer [num_blocks, block_size, 352] with layer 0, or the whole pool
+// [num_layers, num_blocks, block_size, 352] with the layer's number. In a traced region pass the
+// pool: PyTorch (2.10 .. 2.14) miscompiles a mutated view whose storage offset is symbolic (issue
+// 198068). What varies from call to call is SymInt: an int would recompile for every value.
+#include "ops/torch_stable.h"
+
+STABLE_TORCH_LIBRARY(nvfp4_dsmla, library) {
+  library.def(
+      "concat_and_cache_nvfp4_ds_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, "
+      "Tensor slot_mapping, SymInt layer=0) -> ()");
+  library.def(
+      "cp_gather_and_upconvert_nvfp4_kv_cache(Tensor src_cache, Tensor(a!) dst, "
+      "Tensor block_table, Tensor workspace_starts, SymInt batch_size, Tensor? seq_starts=None, "
+      "SymInt layer=0) -> ()");
+  library.def(
+      "gather_and_upconvert_nvfp4_ds_mla(Tensor kv_cache, Tensor slots, ScalarType? dtype=None, "
+      "SymInt layer=0) -> Tensor");
+}
