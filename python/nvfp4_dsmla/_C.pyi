@@ -39,7 +39,7 @@ def decode_e4m3(codes: Buffer, out: Buffer, /) -> None:
     """uint8 [n] -> float32 [n]."""
 
 def encode_scales(amax: Buffer, scale: Buffer, inverse: Buffer, /) -> None:
-    """float32 [n], the largest magnitude of each block -> its e4m3 scale, uint8 [n], and 1 / scale, float32 [n]."""
+    """float32 [n], largest magnitudes -> e4m3 scales, uint8 [n], and inverses, float32 [n]."""
 
 def widen(bits: Buffer, dtype: Literal["bfloat16", "float16"], out: Buffer, /) -> None:
     """uint16 [n], the bits of elements of dtype -> float32 [n]."""

@@ -16,15 +16,16 @@ from nvfp4_dsmla._load import loaded_libraries
 
 _load_libraries()
 
-from nvfp4_dsmla import _fake as _fake  # noqa: E402  (the ops it describes must be registered)
-from nvfp4_dsmla import layout, reference  # noqa: E402
-from nvfp4_dsmla._C import VERSION as __version__  # noqa: E402
-from nvfp4_dsmla.cache import allocate_kv_cache, slot_mapping_from_block_table  # noqa: E402
-from nvfp4_dsmla.ops import (  # noqa: E402
+from nvfp4_dsmla import _C, layout, reference
+from nvfp4_dsmla import _fake as _fake
+from nvfp4_dsmla.cache import allocate_kv_cache, slot_mapping_from_block_table
+from nvfp4_dsmla.ops import (
     concat_and_cache_nvfp4_ds_mla,
     cp_gather_and_upconvert_nvfp4_kv_cache,
     gather_and_upconvert_nvfp4_ds_mla,
 )
+
+__version__: str = _C.VERSION
 
 __all__ = [
     "__version__",
