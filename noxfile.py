@@ -27,7 +27,7 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 
 TORCH = shlex.split(os.environ.get("NVFP4_DSMLA_TORCH", "torch==2.13.0"))
 # cmake and ninja come as wheels, so a machine needs no more than a C++ compiler.
-BUILD_TOOLS = [*PYPROJECT["build-system"]["requires"], "cmake>=3.25,<5", "ninja>=1.11"]
+BUILD_TOOLS = [*PYPROJECT["build-system"]["requires"], "cmake>=3.28,<5", "ninja>=1.11"]
 # One plain chip, one with 90a's instructions, one that converts e2m1 itself. The plain one's PTX is
 # kept, so every GPU runs what is built here; a wheel's full list takes several times as long.
 CUDA_ARCHS = os.environ.get("NVFP4_DSMLA_CUDA_ARCHS", "75;90a-real;120f-real")

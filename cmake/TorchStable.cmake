@@ -23,7 +23,8 @@ for place in places:
         print(place, end="")
         break
 else:
-    sys.exit(", ".join(dict.fromkeys([*filter(None, sys.path), *map(sysconfig.get_path, ("platlib", "purelib"))])))
+    places = [*sys.path, *map(sysconfig.get_path, ("platlib", "purelib"))]
+    sys.exit(", ".join(dict.fromkeys(p for p in places if p.endswith("-packages"))))
 ]=])
 
 function(_nvfp4_dsmla_find_torch result)
