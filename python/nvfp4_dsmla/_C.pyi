@@ -4,9 +4,16 @@ Buffers are C-contiguous objects of the buffer protocol, numpy arrays for exampl
 of elements, the shape does not matter. A buffer of another size or element raises ValueError.
 """
 
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from typing_extensions import Buffer
+
+class _Array(Protocol):
+    # numpy's arrays declare the buffer protocol to type checkers from Python 3.12 on only.
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+_Buffer = Buffer | _Array
 
 NOPE_DIM: int
 ROPE_DIM: int
@@ -26,30 +33,30 @@ TORCH_TARGET: str
 def scale_offset(block: int) -> int:
     """The byte of the record that holds the scale of element block 0 .. NUM_SCALES - 1."""
 
-def encode_e2m1(x: Buffer, out: Buffer, /) -> None:
+def encode_e2m1(x: _Buffer, out: _Buffer, /) -> None:
     """float32 [n] -> uint8 [n], one code a byte."""
 
-def decode_e2m1(codes: Buffer, out: Buffer, /) -> None:
+def decode_e2m1(codes: _Buffer, out: _Buffer, /) -> None:
     """uint8 [n], one code a byte -> float32 [n]."""
 
-def encode_e4m3(x: Buffer, out: Buffer, /) -> None:
+def encode_e4m3(x: _Buffer, out: _Buffer, /) -> None:
     """float32 [n] -> uint8 [n]."""
 
-def decode_e4m3(codes: Buffer, out: Buffer, /) -> None:
+def decode_e4m3(codes: _Buffer, out: _Buffer, /) -> None:
     """uint8 [n] -> float32 [n]."""
 
-def encode_scales(amax: Buffer, scale: Buffer, inverse: Buffer, /) -> None:
+def encode_scales(amax: _Buffer, scale: _Buffer, inverse: _Buffer, /) -> None:
     """float32 [n], largest magnitudes -> e4m3 scales, uint8 [n], and inverses, float32 [n]."""
 
-def widen(bits: Buffer, dtype: Literal["bfloat16", "float16"], out: Buffer, /) -> None:
+def widen(bits: _Buffer, dtype: Literal["bfloat16", "float16"], out: _Buffer, /) -> None:
     """uint16 [n], the bits of elements of dtype -> float32 [n]."""
 
 def encode_tokens(
-    latent: Buffer, dtype: Literal["bfloat16", "float16", "float32"], records: Buffer, /
+    latent: _Buffer, dtype: Literal["bfloat16", "float16", "float32"], records: _Buffer, /
 ) -> None:
     """[tokens * HEAD_DIM] of uint16 bits, or float32 -> uint8 [tokens * RECORD_BYTES]."""
 
 def decode_tokens(
-    records: Buffer, dtype: Literal["bfloat16", "float16", "float32"], latent: Buffer, /
+    records: _Buffer, dtype: Literal["bfloat16", "float16", "float32"], latent: _Buffer, /
 ) -> None:
     """uint8 [tokens * RECORD_BYTES] -> [tokens * HEAD_DIM] of uint16 bits, or float32."""
