@@ -14,15 +14,23 @@ struct BlockScale {
   float inverse;  // 1 / value(code), rounded to nearest
 };
 
-// The running maximum of |x|, NaN left out.
+// The running maximum of |x|, NaN left out. On the bits, where order is the same and a compiler may
+// reorder the reduction.
 NVFP4_DSMLA_INLINE float max_magnitude(float amax, float x) {
-#if defined(__CUDA_ARCH__)
-  return fmaxf(amax, fabsf(x));  // fmaxf drops NaN by itself
-#else
-  // On the bits, where order is the same and a compiler may reorder the reduction.
   const uint32_t m = is_nan(x) ? 0 : magnitude_bits(x);
   const uint32_t a = bit_cast<uint32_t>(amax);
   return bit_cast<float>(a > m ? a : m);
+}
+
+// 1 / x to nearest, for x that is a scale.
+NVFP4_DSMLA_INLINE float inverse(float x) {
+#if defined(__CUDA_ARCH__)
+  // What the compiler makes of 1 / x, less the branch for results out of the normal range.
+  float approximate;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(approximate) : "f"(x));
+  return fmaf(approximate, fmaf(-x, approximate, 1.0f), approximate);
+#else
+  return 1.0f / x;
 #endif
 }
 
@@ -39,8 +47,8 @@ NVFP4_DSMLA_INLINE BlockScale choose_scale(float amax) {
   float t = amax * kSixth;
   t = t > kE4m3MinSubnormal ? t : kE4m3MinSubnormal;
   t = t < kE4m3Max ? t : kE4m3Max;
-  const uint32_t code = encode_e4m3_up(t);
-  return {code, 1.0f / decode_e4m3(code)};
+  const E4m3 scale = round_up_to_e4m3(t);
+  return {scale.code, inverse(scale.value)};
 }
 
 // x over the block's scale, as the format states it: a product with the rounded inverse, rounded on

@@ -2,6 +2,7 @@
 // sign, four exponent bits (bias 7), three mantissa bits.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "format/element.h"
@@ -35,15 +36,32 @@ NVFP4_DSMLA_INLINE uint32_t encode_e4m3(float x) {
   return (bits & ~kSignBit) > kInfinityBits ? kE4m3Nan : code;
 }
 
-// The least code whose value is no less than t, for t in [2^-9, 448].
-NVFP4_DSMLA_INLINE uint32_t encode_e4m3_up(float t) {
-  const uint32_t below = (1u << kE4m3MantissaShift) - 1;
-  const uint32_t normal = ((bit_cast<uint32_t>(t) + below) >> kE4m3MantissaShift) - kE4m3Rebias;
-  const float steps = t * 512.0f;  // of 2^-9
-  const int32_t whole = static_cast<int32_t>(steps);
-  const uint32_t subnormal =
-      static_cast<uint32_t>(whole + (static_cast<float>(whole) < steps ? 1 : 0));
-  return t < kE4m3MinNormal ? subnormal : normal;
+// Two codes in 16 bits, `first` in the low byte.
+NVFP4_DSMLA_INLINE uint32_t encode_e4m3_pair(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;  // the first operand goes to the high byte
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  return encode_e4m3(first) | encode_e4m3(second) << 8;
+#endif
+}
+
+struct E4m3 {
+  uint32_t code;
+  float value;
+};
+
+// The least e4m3 that is no less than t, for t in [2^-9, 448].
+NVFP4_DSMLA_INLINE E4m3 round_up_to_e4m3(float t) {
+  constexpr uint32_t kBelow = (1u << kE4m3MantissaShift) - 1;
+  const uint32_t up = bit_cast<uint32_t>(t) + kBelow;
+  const uint32_t normal_code = (up >> kE4m3MantissaShift) - kE4m3Rebias;
+  const float normal_value = bit_cast<float>(up & ~kBelow);
+  const float steps = ceilf(t * 512.0f);  // of 2^-9
+  const bool subnormal = t < kE4m3MinNormal;
+  return {subnormal ? static_cast<uint32_t>(static_cast<int32_t>(steps)) : normal_code,
+          subnormal ? steps * kE4m3MinSubnormal : normal_value};
 }
 
 NVFP4_DSMLA_INLINE float decode_e4m3(uint32_t code) {

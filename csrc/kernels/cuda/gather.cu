@@ -1,6 +1,6 @@
 // Both gathers: rows of a cache, decoded. A warp takes kRows consecutive rows.
 //
-//   1. lane i < kRows finds where row i's record is (or that there is none), all rows at once;
+//   1. lane i finds where row i's record is, or that there is none, all rows at once (locate.cuh);
 //   2. the warp loads every record's bytes, all rows before any is used;
 //   3. row by row it expands and stores, each store instruction a contiguous 512 bytes.
 #include <cuda_runtime.h>
@@ -11,114 +11,14 @@
 #include "format/e4m3.h"
 #include "format/record.h"
 #include "kernels/cuda/expand.cuh"
-#include "kernels/cuda/warp.cuh"
+#include "kernels/cuda/locate.cuh"
+#include "kernels/cuda/paging.cuh"
 #include "kernels/launch.h"
 
 namespace nvfp4_dsmla::cuda {
 namespace {
 
-// ---- 1. where a row's record is: a locator is called by whole warps
-// ------------------------------
-
-__device__ const uint8_t* find_record(const PagedCache<const uint8_t>& cache,
-                                      const Divisor& block_size,
-                                      int64_t slot) {
-  if (!cache.holds(slot)) return nullptr;
-  const uint32_t block = block_size.divide(static_cast<uint32_t>(slot));
-  return cache.record(block, static_cast<uint32_t>(slot) - block * block_size.divisor);
-}
-
-struct SlotLocator : SlotGatherParams {
-  explicit SlotLocator(const SlotGatherParams& p)
-      : SlotGatherParams(p), block_size(static_cast<uint32_t>(p.cache.block_size)) {}
-
-  template <int kRows>
-  __device__ const uint8_t* locate(int64_t first_row) const {
-    const int64_t row = first_row + lane_id();
-    if (lane_id() >= kRows || row >= num_rows) return nullptr;
-    return find_record(cache, block_size, slots[row]);
-  }
-  __device__ int64_t dst_row_stride() const { return kHeadDim; }
-
-  Divisor block_size;
-};
-
-struct RequestLocator : RequestGatherParams {
-  explicit RequestLocator(const RequestGatherParams& p)
-      : RequestGatherParams(p), block_size(static_cast<uint32_t>(p.cache.block_size)) {}
-
-  template <int kRows>
-  __device__ const uint8_t* locate(int64_t first_row) const {
-    const int row = static_cast<int>(first_row) + min(lane_id(), kRows - 1);
-    int request, start, seq_start;
-    if (num_requests <= kWarpSize) {
-      find_among_few<kRows>(static_cast<int>(first_row), request, start, seq_start);
-    } else {
-      find_among_many(static_cast<int>(first_row), row, request, start, seq_start);
-    }
-    if (row >= num_rows || request < 0) return nullptr;
-    const int64_t token = int64_t{seq_start} + row - start;
-    if (token < 0 || token > INT32_MAX) return nullptr;
-    const uint32_t column = block_size.divide(static_cast<uint32_t>(token));
-    if (column >= max_blocks) return nullptr;
-    const int32_t block =
-        block_table[request * block_table_row_stride + column * block_table_column_stride];
-    if (block < 0 || block >= cache.num_blocks) return nullptr;
-    return cache.record(block, static_cast<uint32_t>(token) - column * block_size.divisor);
-  }
-  __device__ int64_t dst_row_stride() const { return dst_stride; }
-
-  // At most a warp of requests: each lane holds one, and a row's is a vote away. One round trip.
-  template <int kRows>
-  __device__ void find_among_few(int first_row, int& request, int& start, int& seq_start) const {
-    const int lane = lane_id();
-    const bool present = lane < num_requests;
-    const int my_start = present ? workspace_starts[lane * workspace_starts_stride] : INT32_MAX;
-    const int my_seq_start =
-        present && seq_starts != nullptr ? seq_starts[lane * seq_starts_stride] : 0;
-    request = -1;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      // The highest lane that votes, not the count: starts that do not ascend stay harmless.
-      const uint32_t begun = __ballot_sync(kFullWarp, present && my_start <= first_row + i);
-      if (min(lane, kRows - 1) == i) request = kWarpSize - 1 - __clz(static_cast<int>(begun));
-    }
-    start = __shfl_sync(kFullWarp, my_start, request & (kWarpSize - 1));
-    seq_start = __shfl_sync(kFullWarp, my_seq_start, request & (kWarpSize - 1));
-  }
-
-  // A search of 32 ways a step for the warp's first row, then a walk from there for the others.
-  __device__ void find_among_many(
-      int first_row, int row, int& request, int& start, int& seq_start) const {
-    const int count = static_cast<int>(num_requests);
-    int low = 0, high = count;  // the request sought is in [low, high), or is low - 1
-    while (low < high) {
-      const int step = (high - low + kWarpSize - 1) / kWarpSize;
-      const int probe = low + lane_id() * step;
-      const bool begun =
-          probe < high && workspace_starts[probe * workspace_starts_stride] <= first_row;
-      const int votes = __popc(__ballot_sync(kFullWarp, begun));
-      if (votes == 0) {
-        high = low;
-      } else {
-        low += (votes - 1) * step + 1;
-        high = min(high, low + step - 1);
-      }
-    }
-    request = low - 1;
-    while (request + 1 < count &&
-           workspace_starts[(request + 1) * workspace_starts_stride] <= row) {
-      ++request;
-    }
-    start = request < 0 ? 0 : workspace_starts[request * workspace_starts_stride];
-    seq_start = request < 0 || seq_starts == nullptr ? 0 : seq_starts[request * seq_starts_stride];
-  }
-
-  Divisor block_size;
-};
-
-// ---- 2. and 3. a row: lane l takes kPerLane elements of each of kSteps equal parts
-// -----------------
+// A row's share of a lane: kPerLane elements of each of kSteps equal parts, and two of RoPE.
 
 template <class Word, bool kWide>
 __device__ uint32_t load(const uint8_t* from) {
@@ -191,11 +91,17 @@ struct RowPart {
   uint32_t rope;
 };
 
+template <class Out>
+struct Rows {
+  Out* data;
+  int64_t stride;  // bytes
+};
+
 template <class Out, bool kWide, int kRows, class Locator>
-__global__ void gather_kernel(const __grid_constant__ Locator rows) {
-  const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * kRows;
-  if (first_row >= rows.num_rows) return;
-  const auto mine = reinterpret_cast<uint64_t>(rows.template locate<kRows>(first_row));
+__global__ void gather_kernel(const __grid_constant__ Locator locator, const Rows<Out> dst) {
+  const uint32_t first_row = warp_id() * kRows;
+  if (first_row >= locator.num_rows) return;
+  const auto mine = reinterpret_cast<uint64_t>(locator.template locate<kWide, kRows>(first_row));
   RowPart<Out, kWide> part[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -203,53 +109,45 @@ __global__ void gather_kernel(const __grid_constant__ Locator rows) {
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    if (first_row + i < rows.num_rows) {
-      part[i].store_to(static_cast<Out*>(rows.dst) + (first_row + i) * rows.dst_row_stride());
+    if (first_row + i < locator.num_rows) {
+      part[i].store_to(row_at<kWide>(dst.data, first_row + i, dst.stride));
     }
   }
 }
 
-// ---- launch ------------------------------------------------------------------------------------
+// Few rows: spread them, a row a warp. Many: two rows a warp share a look-up and hide each other's
+// latency; four or eight were slower (docs/kernels.md).
+constexpr uint32_t kFewRows = 4096;
+constexpr uint32_t kWarpsPerBlock = 4;
 
-// Whether every 16-byte store, and every load of a word of codes or a pair of RoPE bytes, is
-// aligned.
-template <class Params>
-bool can_go_wide(const Params& p, int64_t dst_row_bytes) {
-  constexpr int64_t kWord = sizeof(uint32_t);
-  return aligned(p.dst, 16) && dst_row_bytes % 16 == 0 && aligned(p.cache.base, kWord) &&
-         p.cache.block_stride % kWord == 0 && p.cache.token_stride % kWord == 0;
-}
-
-// Few rows: spread them, a row a warp and a warp a block. Many: several rows a warp share a
-// look-up.
-constexpr int64_t kFewRows = 2048;
-constexpr int kRowsPerWarp = 4;
-constexpr int kWarpsPerBlock = 8;
-
-template <class Out, class Locator>
-int launch_rows(const Locator& rows, int64_t dst_stride, CUstream_st* stream) {
-  const auto run = [&]<bool kWide, int kRows>(int count) {
-    const auto blocks =
-        static_cast<unsigned>((rows.num_rows + count * kRows - 1) / (count * kRows));
-    gather_kernel<Out, kWide, kRows><<<blocks, warps(count), 0, stream>>>(rows);
+template <class Out, class Params, class Locator>
+int launch_rows(const Params& p, int64_t dst_stride, const Locator& locator, CUstream_st* stream) {
+  const Rows<Out> dst{static_cast<Out*>(p.dst), dst_stride * static_cast<int64_t>(sizeof(Out))};
+  const auto run = [&]<bool kWide, int kRows>() {
+    constexpr uint32_t kRowsPerBlock = kWarpsPerBlock * kRows;
+    const uint32_t blocks = (locator.num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
+    gather_kernel<Out, kWide, kRows><<<blocks, warps(kWarpsPerBlock), 0, stream>>>(locator, dst);
     return static_cast<int>(cudaGetLastError());
   };
-  if (!can_go_wide(rows, dst_stride * sizeof(Out))) {
-    return run.template operator()<false, 1>(kWarpsPerBlock);
-  }
-  return rows.num_rows <= kFewRows ? run.template operator()<true, 1>(1)
-                                   : run.template operator()<true, kRowsPerWarp>(kWarpsPerBlock);
+  const bool wide = aligned(dst.data, 16) && dst.stride % 16 == 0 && fits_narrow(dst.stride) &&
+                    records_aligned(p.cache, sizeof(uint32_t)) && locator.strides_narrow();
+  if (!wide) return run.template operator()<false, 1>();
+  return locator.num_rows <= kFewRows ? run.template operator()<true, 1>()
+                                      : run.template operator()<true, 2>();
 }
 
-template <class Locator>
-int launch_gather(const Locator& rows, int64_t dst_stride, CUstream_st* stream) {
-  switch (rows.element) {
+template <class Params, class Locator>
+int launch_gather(const Params& p,
+                  int64_t dst_stride,
+                  const Locator& locator,
+                  CUstream_st* stream) {
+  switch (p.element) {
     case Element::kBFloat16:
-      return launch_rows<BFloat16>(rows, dst_stride, stream);
+      return launch_rows<BFloat16>(p, dst_stride, locator, stream);
     case Element::kFloat16:
-      return launch_rows<Float16>(rows, dst_stride, stream);
+      return launch_rows<Float16>(p, dst_stride, locator, stream);
     case Element::kFloat32:
-      return launch_rows<float>(rows, dst_stride, stream);
+      return launch_rows<float>(p, dst_stride, locator, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -257,11 +155,11 @@ int launch_gather(const Locator& rows, int64_t dst_stride, CUstream_st* stream) 
 }  // namespace
 
 int gather(const SlotGatherParams& p, CUstream_st* stream) {
-  return launch_gather(SlotLocator(p), kHeadDim, stream);
+  return launch_gather(p, kHeadDim, SlotLocator(p), stream);
 }
 
 int gather(const RequestGatherParams& p, CUstream_st* stream) {
-  return launch_gather(RequestLocator(p), p.dst_stride, stream);
+  return launch_gather(p, p.dst_stride, RequestLocator(p), stream);
 }
 
 }  // namespace nvfp4_dsmla::cuda

@@ -10,7 +10,8 @@
 #include "format/block.h"
 #include "format/element.h"
 #include "format/record.h"
-#include "kernels/cuda/warp.cuh"
+#include "kernels/cuda/lane_block.cuh"
+#include "kernels/cuda/paging.cuh"
 #include "kernels/launch.h"
 
 namespace nvfp4_dsmla::cuda {
@@ -19,30 +20,25 @@ namespace {
 constexpr int kRopePerLane = kRopeDim / kWarpSize;
 static_assert(kNumScales == kWarpSize && kRopePerLane == 2);
 
-struct WriteKernelParams : WriteParams {
-  explicit WriteKernelParams(const WriteParams& p)
-      : WriteParams(p), block_size(static_cast<uint32_t>(p.cache.block_size)) {}
-  Divisor block_size;
-};
+// WriteParams, resolved: strides in bytes.
+struct Tokens {
+  Tokens(const WriteParams& p, int64_t element_bytes)
+      : kv_c(p.kv_c),
+        k_pe(p.k_pe),
+        kv_c_stride(p.kv_c_stride * element_bytes),
+        k_pe_stride(p.k_pe_stride * element_bytes),
+        slot_mapping(p.slot_mapping),
+        cache(p.cache),
+        count(static_cast<uint32_t>(p.num_tokens)) {}
 
-// `count` elements at `from`, by 16-byte (or, if there are fewer bytes, whole) loads where kWide.
-template <bool kWide, int kCount, class In>
-__device__ void load(const In* from, In (&to)[kCount]) {
-  constexpr int kBytes = kCount * sizeof(In);
-  if constexpr (kWide && kBytes % 16 == 0) {
-#pragma unroll
-    for (int i = 0; i < kBytes / 16; ++i) {
-      reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
-    }
-  } else if constexpr (kWide && kBytes == 8) {
-    *reinterpret_cast<uint2*>(to) = __ldg(reinterpret_cast<const uint2*>(from));
-  } else if constexpr (kWide && kBytes == 4) {
-    *reinterpret_cast<uint32_t*>(to) = __ldg(reinterpret_cast<const uint32_t*>(from));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) to[i] = from[i];
-  }
-}
+  const void* kv_c;
+  const void* k_pe;
+  int64_t kv_c_stride;
+  int64_t k_pe_stride;
+  Slots slot_mapping;
+  DeviceCache<uint8_t> cache;
+  uint32_t count;
+};
 
 template <bool kWide, class Word>
 __device__ void store(uint8_t* to, Word word) {
@@ -55,66 +51,55 @@ __device__ void store(uint8_t* to, Word word) {
 }
 
 template <class In, bool kWide>
-__global__ void write_kernel(const __grid_constant__ WriteKernelParams p) {
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (token >= p.num_tokens) return;
+__global__ void write_kernel(const __grid_constant__ Tokens tokens) {
+  const uint32_t token = warp_id();
+  if (token >= tokens.count) return;
   const int lane = lane_id();
 
-  alignas(16) In nope[kBlockDim];
-  alignas(16) In rope[kRopePerLane];
-  load<kWide>(static_cast<const In*>(p.kv_c) + token * p.kv_c_stride + lane * kBlockDim, nope);
-  load<kWide>(static_cast<const In*>(p.k_pe) + token * p.k_pe_stride + lane * kRopePerLane, rope);
-  const int64_t slot = p.slot_mapping[token];
-  if (!p.cache.holds(slot)) return;
+  const int64_t slot = tokens.slot_mapping[token];
+  const In* kv_c = static_cast<const In*>(row_at<kWide>(tokens.kv_c, token, tokens.kv_c_stride));
+  const In* k_pe = static_cast<const In*>(row_at<kWide>(tokens.k_pe, token, tokens.k_pe_stride));
+  Elements<In, kBlockDim> nope;
+  Elements<In, kRopePerLane> rope;
+  nope.template load<kWide>(kv_c + lane * kBlockDim);
+  rope.template load<kWide>(k_pe + lane * kRopePerLane);
+  // Keeps the loads above in their place. Without it the compiler moves the token's below the test
+  // of the slot (or the slot's below the arithmetic, were the test last): two round trips for one.
+  __syncwarp();
+  if (!tokens.cache.holds(slot)) return;
 
-  float x[kBlockDim];
-  float amax = 0.0f;
+  const BlockScale scale = choose_scale(nope.max_magnitude());
+  float y[2][8];
 #pragma unroll
-  for (int i = 0; i < kBlockDim; ++i) {
-    x[i] = widen(nope[i]);
-    amax = max_magnitude(amax, x[i]);
-  }
-  const BlockScale scale = choose_scale(amax);
-  uint64_t codes = 0;
-#pragma unroll
-  for (int i = 0; i < kBlockDim; i += kCodesPerByte) {
-    const uint32_t pair =
-        encode_e2m1_pair(scale_down(x[i], scale.inverse), scale_down(x[i + 1], scale.inverse));
-    codes |= static_cast<uint64_t>(pair) << 4 * i;
-  }
-  const uint32_t rope_bytes = encode_e4m3(widen(rope[0])) | encode_e4m3(widen(rope[1])) << 8;
+  for (int i = 0; i < kBlockDim; ++i) y[i / 8][i % 8] = scale_down(nope[i], scale.inverse);
+  const uint64_t codes = encode_e2m1x8(y[0]) | uint64_t{encode_e2m1x8(y[1])} << 32;
+  const auto rope_bytes = static_cast<uint16_t>(encode_e4m3_pair(rope[0], rope[1]));
 
-  const uint32_t block = p.block_size.divide(static_cast<uint32_t>(slot));
-  const uint32_t offset = static_cast<uint32_t>(slot) - block * p.block_size.divisor;
-  uint8_t* record = p.cache.record(block, offset);
+  uint8_t* record = tokens.cache.template record<kWide>(static_cast<uint32_t>(slot));
   store<kWide>(record + kCodesOffset + lane * kCodeBytesPerBlock, codes);
-  store<kWide>(record + kRopeOffset + lane * kRopePerLane, static_cast<uint16_t>(rope_bytes));
+  store<kWide>(record + kRopeOffset + lane * kRopePerLane, rope_bytes);
   record[scale_offset(lane)] = static_cast<uint8_t>(scale.code);
 }
 
-// Whether every address that the wide kernel loads 16 bytes (kv_c), a lane's RoPE elements, or 8
-// code bytes at is a multiple of that.
-bool can_go_wide(const WriteParams& p, int64_t element_bytes) {
+// Whether kv_c may be loaded 16 bytes at a time, a lane's RoPE elements and its 8 code bytes whole.
+bool can_go_wide(const Tokens& t, const PagedCache<uint8_t>& cache, int64_t element_bytes) {
   const int64_t rope_bytes = kRopePerLane * element_bytes;
-  return aligned(p.kv_c, 16) && p.kv_c_stride * element_bytes % 16 == 0 &&
-         aligned(p.k_pe, rope_bytes) && p.k_pe_stride * element_bytes % rope_bytes == 0 &&
-         aligned(p.cache.base, kCodeBytesPerBlock) &&
-         p.cache.block_stride % kCodeBytesPerBlock == 0 &&
-         p.cache.token_stride % kCodeBytesPerBlock == 0;
+  return aligned(t.kv_c, 16) && t.kv_c_stride % 16 == 0 && fits_narrow(t.kv_c_stride) &&
+         aligned(t.k_pe, rope_bytes) && t.k_pe_stride % rope_bytes == 0 &&
+         fits_narrow(t.k_pe_stride) && records_aligned(cache, kCodeBytesPerBlock);
 }
 
-// One warp a block while there are fewer tokens than would give every SM a block of several.
-constexpr int64_t kSmallTokens = 1024;
-constexpr int kWarpsPerBlock = 8;
+// At every size from 1 to 262,144 tokens as good as 1, 2, 8 or 16, or better (docs/kernels.md).
+constexpr uint32_t kWarpsPerBlock = 4;
 
 template <class In>
 int launch_write(const WriteParams& p, CUstream_st* stream) {
-  const int count = p.num_tokens <= kSmallTokens ? 1 : kWarpsPerBlock;
-  const auto blocks = static_cast<unsigned>((p.num_tokens + count - 1) / count);
-  if (can_go_wide(p, sizeof(In))) {
-    write_kernel<In, true><<<blocks, warps(count), 0, stream>>>(WriteKernelParams(p));
+  const Tokens tokens(p, sizeof(In));
+  const uint32_t blocks = (tokens.count + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  if (can_go_wide(tokens, p.cache, sizeof(In))) {
+    write_kernel<In, true><<<blocks, warps(kWarpsPerBlock), 0, stream>>>(tokens);
   } else {
-    write_kernel<In, false><<<blocks, warps(count), 0, stream>>>(WriteKernelParams(p));
+    write_kernel<In, false><<<blocks, warps(kWarpsPerBlock), 0, stream>>>(tokens);
   }
   return cudaGetLastError();
 }

@@ -1,0 +1,81 @@
+// A lane's block: 16 elements of one type in registers. How they are loaded, compared and widened.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "format/element.h"
+#include "format/record.h"
+
+namespace nvfp4_dsmla::cuda {
+
+// Loads kCount words, in 16-byte pieces where there are that many.
+template <int kCount>
+__device__ void load_words(const void* from, uint32_t (&to)[kCount]) {
+  using Piece = std::conditional_t<kCount % 4 == 0, uint4,
+                                   std::conditional_t<kCount % 2 == 0, uint2, uint32_t>>;
+  constexpr int kPieces = kCount * sizeof(uint32_t) / sizeof(Piece);
+  Piece pieces[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) pieces[i] = static_cast<const Piece*>(from)[i];
+  memcpy(to, pieces, sizeof(to));
+}
+
+// kCount elements as words, two of a 16-bit type a word.
+template <class In, int kCount>
+struct Elements {
+  static constexpr int kPerWord = sizeof(uint32_t) / sizeof(In);
+  static constexpr int kWords = kCount / kPerWord;
+
+  // kWide: `from` is aligned to the lesser of 16 bytes and the whole.
+  template <bool kWide>
+  __device__ void load(const In* from) {
+    if constexpr (kWide) {
+      load_words(from, words);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        if constexpr (kPerWord == 1) {
+          words[i] = bit_cast<uint32_t>(from[i]);
+        } else {
+          words[i] = from[2 * i].bits | uint32_t{from[2 * i + 1].bits} << 16;
+        }
+      }
+    }
+  }
+
+  // Element i; i is a constant once loops are unrolled.
+  __device__ float operator[](int i) const {
+    const uint32_t word = words[i / kPerWord];
+    if constexpr (std::is_same_v<In, float>) {
+      return bit_cast<float>(word);
+    } else if constexpr (std::is_same_v<In, BFloat16>) {
+      return bit_cast<float>(i % 2 == 0 ? word << 16 : word & 0xffff'0000u);
+    } else {
+      return widen(Float16{static_cast<uint16_t>(i % 2 == 0 ? word : word >> 16)});
+    }
+  }
+
+  // max |x|, NaN left out, as CUDA's maxima do.
+  __device__ float max_magnitude() const {
+    float amax = 0.0f;
+    if constexpr (std::is_same_v<In, float>) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) amax = fmaxf(amax, fabsf(bit_cast<float>(words[i])));
+    } else {
+      using Pair = std::conditional_t<std::is_same_v<In, BFloat16>, __nv_bfloat162, __half2>;
+      Pair pair = __habs2(bit_cast<Pair>(words[0]));
+#pragma unroll
+      for (int i = 1; i < kWords; ++i) pair = __hmax2(pair, __habs2(bit_cast<Pair>(words[i])));
+      amax = fmaxf(fmaxf(amax, __low2float(pair)), __high2float(pair));
+    }
+    return amax;
+  }
+
+  uint32_t words[kWords];
+};
+
+}  // namespace nvfp4_dsmla::cuda
