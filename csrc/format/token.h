@@ -1,5 +1,6 @@
 // A token's latent vector <-> its record, on the host. The loops run over whole parts of the vector
-// with nothing carried between iterations, which is what a compiler needs to vectorise them.
+// with nothing carried between iterations, and no pointer may alias another, which is what a
+// compiler needs to vectorise them.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +12,9 @@
 namespace nvfp4_dsmla {
 
 template <class In>
-NVFP4_DSMLA_INLINE void encode_nope(const In* kv_c, uint8_t* record) {
+NVFP4_DSMLA_INLINE void encode_nope(const In* __restrict kv_c, uint8_t* __restrict record) {
   float x[kNopeDim];
-  for (int i = 0; i < kNopeDim; ++i) x[i] = widen(kv_c[i]);
+  for (int e = 0; e < kNopeDim; ++e) x[e] = widen(kv_c[e]);
 
   float amax[kNumScales];
   for (int s = 0; s < kNumScales; ++s) {
@@ -24,21 +25,18 @@ NVFP4_DSMLA_INLINE void encode_nope(const In* kv_c, uint8_t* record) {
     amax[s] = bit_cast<float>(m);
   }
 
-  float inverse[kNumScales];
-  uint8_t scale[kNumScales];
+  // Each block's inverse is spread to its elements, so that the next loop is one over elements: a
+  // loop over blocks with another inside is vectorised across the blocks, with gathers.
+  float inverse[kNopeDim];
   for (int s = 0; s < kNumScales; ++s) {
-    const BlockScale chosen = choose_scale(amax[s]);
-    inverse[s] = chosen.inverse;
-    scale[s] = static_cast<uint8_t>(chosen.code);
+    const BlockScale scale = choose_scale(amax[s]);
+    record[scale_offset(s)] = static_cast<uint8_t>(scale.code);
+    for (int i = 0; i < kBlockDim; ++i) inverse[s * kBlockDim + i] = scale.inverse;
   }
-  for (int s = 0; s < kNumScales; ++s) record[scale_offset(s)] = scale[s];
 
   uint8_t code[kNopeDim];
-  for (int s = 0; s < kNumScales; ++s) {
-    for (int i = 0; i < kBlockDim; ++i) {
-      const int e = s * kBlockDim + i;
-      code[e] = static_cast<uint8_t>(encode_e2m1(scale_down(x[e], inverse[s])));
-    }
+  for (int e = 0; e < kNopeDim; ++e) {
+    code[e] = static_cast<uint8_t>(encode_e2m1(scale_down(x[e], inverse[e])));
   }
   for (int i = 0; i < kNopeDim / 2; ++i) {
     record[kCodesOffset + i] = static_cast<uint8_t>(code[2 * i] | code[2 * i + 1] << 4);
@@ -46,7 +44,7 @@ NVFP4_DSMLA_INLINE void encode_nope(const In* kv_c, uint8_t* record) {
 }
 
 template <class In>
-NVFP4_DSMLA_INLINE void encode_rope(const In* k_pe, uint8_t* record) {
+NVFP4_DSMLA_INLINE void encode_rope(const In* __restrict k_pe, uint8_t* __restrict record) {
   for (int i = 0; i < kRopeDim; ++i) {
     record[kRopeOffset + i] = static_cast<uint8_t>(encode_e4m3(widen(k_pe[i])));
   }
@@ -59,15 +57,21 @@ NVFP4_DSMLA_INLINE void encode_token(const In* kv_c, const In* k_pe, uint8_t* re
 }
 
 template <class Out>
-NVFP4_DSMLA_INLINE void decode_token(const uint8_t* record, Out* latent) {
-  float scale[kNumScales];
-  for (int s = 0; s < kNumScales; ++s) scale[s] = decode_e4m3(record[scale_offset(s)]);
+NVFP4_DSMLA_INLINE void decode_token(const uint8_t* __restrict record, Out* __restrict latent) {
+  float stored_scale[kNumScales];
+  for (int p = 0; p < kNumScales; ++p) stored_scale[p] = decode_e4m3(record[kScalesOffset + p]);
+  float scale[kNopeDim];  // of each element, as in encode_nope
   for (int s = 0; s < kNumScales; ++s) {
-    for (int i = 0; i < kBlockDim; ++i) {
-      const int e = s * kBlockDim + i;
-      const uint32_t code = record[kCodesOffset + e / 2] >> 4 * (e % 2) & 0xf;
-      latent[e] = narrow_exact<Out>(decode_e2m1(code) * scale[s]);
-    }
+    const float of_block = stored_scale[scale_offset(s) - kScalesOffset];
+    for (int i = 0; i < kBlockDim; ++i) scale[s * kBlockDim + i] = of_block;
+  }
+  uint8_t code[kNopeDim];
+  for (int i = 0; i < kNopeDim / 2; ++i) {
+    code[2 * i] = record[kCodesOffset + i] & 0xf;
+    code[2 * i + 1] = record[kCodesOffset + i] >> 4;
+  }
+  for (int e = 0; e < kNopeDim; ++e) {
+    latent[e] = narrow_exact<Out>(decode_e2m1(code[e]) * scale[e]);
   }
   for (int i = 0; i < kRopeDim; ++i) {
     latent[kNopeDim + i] = narrow_exact<Out>(decode_e4m3(record[kRopeOffset + i]));

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "format/token.h"
+#include "kernels/cpu/prefetch.h"
 #include "kernels/cpu/vectorise.h"
 #include "kernels/launch.h"
 
@@ -10,6 +11,7 @@ namespace {
 template <class Out>
 NVFP4_DSMLA_INLINE void gather_slots(const SlotGatherParams& p, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
+    prefetch_ahead<false>(p.cache, p.slots, r, end);
     Out* row = static_cast<Out*>(p.dst) + r * kHeadDim;
     const int64_t slot = p.slots[r];
     if (p.cache.holds(slot)) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "format/token.h"
+#include "kernels/cpu/prefetch.h"
 #include "kernels/cpu/vectorise.h"
 #include "kernels/launch.h"
 
@@ -10,6 +11,7 @@ namespace {
 template <class In>
 NVFP4_DSMLA_INLINE void write_tokens(const WriteParams& p, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
+    prefetch_ahead<true>(p.cache, p.slot_mapping, t, end);
     const int64_t slot = p.slot_mapping[t];
     if (!p.cache.holds(slot)) continue;
     encode_token(static_cast<const In*>(p.kv_c) + t * p.kv_c_stride,
