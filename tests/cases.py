@@ -84,7 +84,8 @@ def inside(
     span = 1 + sum((size - 1) * stride for size, stride in steps) if values.numel() > 0 else 0
     memory = noise((offset + span + MARGIN) * values.element_size(), generator, device)
     tensor = memory.view(values.dtype).as_strided(values.shape, strides, offset)
-    tensor.copy_(values)
+    once = tuple(slice(None if stride > 0 else 1) for stride in strides)  # no element twice
+    tensor[once].copy_(values[once])
     return tensor
 
 
