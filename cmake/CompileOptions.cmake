@@ -26,8 +26,9 @@ if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
 endif()
 
 # The record is a contract to the bit, so the arithmetic is what the source says: no contraction to
-# fused multiply-adds, no fast-math. Without errno and floating-point traps, which nobody here reads,
-# the compiler may vectorise.
+# fused multiply-adds, no fast-math. (Device code lives on fused multiply-adds; it says __fmul_rn where
+# there must be none.) Without errno and floating-point traps, which nobody here reads, the compiler
+# may vectorise.
 set(_arithmetic -ffp-contract=off -fno-math-errno -fno-trapping-math)
 
 add_library(nvfp4_dsmla_options INTERFACE)

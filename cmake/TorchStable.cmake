@@ -69,6 +69,8 @@ set_target_properties(nvfp4_dsmla_torch_cpu PROPERTIES IMPORTED_LOCATION "${_tor
 # although the linker, seeing no use of it, might leave it out.
 add_library(nvfp4_dsmla_torch INTERFACE)
 target_include_directories(nvfp4_dsmla_torch SYSTEM INTERFACE "${_torch}/include")
+target_compile_options(nvfp4_dsmla_torch INTERFACE
+  "$<$<COMPILE_LANGUAGE:CXX>:-ffile-prefix-map=${_torch}/include/=>")
 target_compile_definitions(nvfp4_dsmla_torch INTERFACE TORCH_TARGET_VERSION=${_torch_target_version})
 target_link_options(nvfp4_dsmla_torch INTERFACE -Wl,--no-as-needed)
 target_link_libraries(nvfp4_dsmla_torch INTERFACE nvfp4_dsmla_torch_cpu)
