@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 __all__ = [
     "concat_and_cache_nvfp4_ds_mla",
     "cp_gather_and_upconvert_nvfp4_kv_cache",
