@@ -1,0 +1,403 @@
+"""Every refusal: the exception, the name, wanted and got in it, and that nothing was written.
+
+What only the data can show (slots, starts and block ids out of range) is in test_write and
+test_gather.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+import nvfp4_dsmla
+from cases import INT32, assert_memory_equal, copies_of
+from nvfp4_dsmla.layout import RECORD_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+Arguments = dict[str, Any]
+
+WRITE = "concat_and_cache_nvfp4_ds_mla"
+CP_GATHER = "cp_gather_and_upconvert_nvfp4_kv_cache"
+GATHER = "gather_and_upconvert_nvfp4_ds_mla"
+
+WANTED_CACHE = (
+    "wanted uint8 of shape [num_blocks, block_size, 352] or [num_layers, num_blocks, block_size, "
+    "352] with block_size >= 1 and contiguous records"
+)
+CACHE_SHAPE = (2, 3, RECORD_BYTES)
+
+
+def good_arguments(op: str, device: torch.device) -> Arguments:
+    cache = torch.zeros(CACHE_SHAPE, dtype=torch.uint8, device=device)
+    two = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    if op == WRITE:
+        return {
+            "kv_c": torch.ones(4, 512, dtype=torch.bfloat16, device=device),
+            "k_pe": torch.ones(4, 64, dtype=torch.bfloat16, device=device),
+            "kv_cache": cache,
+            "slot_mapping": torch.arange(4, device=device),
+            "layer": 0,
+        }
+    if op == CP_GATHER:
+        return {
+            "src_cache": cache,
+            "dst": torch.full((4, 576), torch.nan, dtype=torch.bfloat16, device=device),
+            "block_table": two.new_zeros(2, 2),
+            "workspace_starts": two,
+            "batch_size": 2,
+            "seq_starts": two.new_zeros(2),
+            "layer": 0,
+        }
+    return {
+        "kv_cache": cache,
+        "slots": torch.arange(4, device=device),
+        "dtype": None,
+        "layer": 0,
+    }
+
+
+def replaced(name: str, change: Callable[[Tensor], object]) -> Callable[[Arguments], None]:
+    def change_arguments(arguments: Arguments) -> None:
+        arguments[name] = change(arguments[name])
+
+    return change_arguments
+
+
+class Refusal(NamedTuple):
+    name: str
+    op: str
+    change: Callable[[Arguments], None]
+    message: str
+
+
+def case(
+    op: str, name: str, change: Callable[[Any], object], wanted: str, got: str, what: str
+) -> Refusal:
+    """`change` makes argument `name` bad; `what` names the case."""
+    message = f"{op}: {name}: {wanted}, got {got}"
+    return Refusal(f"{op}-{name}-{what}", op, replaced(name, change), message)
+
+
+def cache_cases(op: str, name: str) -> list[Refusal]:
+    def strided(*strides: int) -> Callable[[Tensor], Tensor]:
+        return lambda t: t.new_zeros(5000).as_strided(CACHE_SHAPE, strides)
+
+    def bad(change: Callable[[Tensor], Tensor], got: str, what: str) -> Refusal:
+        return case(op, name, change, WANTED_CACHE, got, what)
+
+    pool = [*CACHE_SHAPE]
+    return [
+        bad(lambda t: t.char(), "int8 [2, 3, 352] with strides [1056, 352, 1]", "dtype"),
+        bad(lambda t: t.half(), "float16 [2, 3, 352] with strides [1056, 352, 1]", "half"),
+        bad(
+            lambda t: t.view(torch.float8_e4m3fn),
+            "float8_e4m3fn [2, 3, 352] with strides [1056, 352, 1]",
+            "float8",
+        ),
+        bad(lambda t: t[0], "uint8 [3, 352] with strides [352, 1]", "two_dims"),
+        bad(
+            lambda t: t[None, None], f"uint8 {[1, 1, *pool]} with strides [2112, 2112", "five_dims"
+        ),
+        bad(lambda t: t[..., 1:], "uint8 [2, 3, 351] with strides [1056, 352, 1]", "width"),
+        bad(lambda t: t[:, :0], "uint8 [2, 0, 352] with strides [1056, 352, 1]", "no_tokens"),
+        bad(strided(1, 2, 6), "uint8 [2, 3, 352] with strides [1, 2, 6]", "record_with_gaps"),
+    ]
+
+
+def layer_case(op: str, cache: str, num_layers: int | None, layer: int) -> Refusal:
+    def change(arguments: Arguments) -> None:
+        if num_layers is not None:
+            arguments[cache] = arguments[cache].new_zeros(num_layers, *CACHE_SHAPE)
+        arguments["layer"] = layer
+
+    wanted = f"wanted 0 <= layer < {num_layers or (1 if num_layers is None else 0)}"
+    message = f"{op}: layer: {wanted}, the layers of {cache}, got {layer}"
+    return Refusal(f"{op}-layer-{layer}_of_{num_layers}", op, change, message)
+
+
+def layer_cases(op: str, cache: str) -> list[Refusal]:
+    wrong = [(None, 1), (None, -1), (3, 3), (3, -1), (3, 2**40), (0, 0)]
+    return [layer_case(op, cache, num_layers, layer) for num_layers, layer in wrong]
+
+
+def row_cases(op: str, name: str, width: int) -> list[Refusal]:
+    wanted = (
+        f"wanted bfloat16, float16 or float32 of shape [tokens, {width}] with a contiguous last "
+        "dimension"
+    )
+
+    def bad(change: Callable[[Tensor], Tensor], got: str, what: str) -> Refusal:
+        return case(op, name, change, wanted, got, what)
+
+    return [
+        bad(lambda t: t.double(), f"float64 [4, {width}] with strides [{width}, 1]", "float64"),
+        bad(lambda t: t.short(), f"int16 [4, {width}] with strides [{width}, 1]", "int16"),
+        bad(lambda t: t.bool(), f"bool [4, {width}] with strides [{width}, 1]", "bool"),
+        bad(
+            lambda t: t.to(torch.complex64),
+            f"dtype number 9 [4, {width}] with strides [{width}, 1]",
+            "complex",
+        ),
+        bad(
+            lambda t: t[:, None],
+            f"bfloat16 [4, 1, {width}] with strides [{width}, {width}, 1]",
+            "three_dims",
+        ),
+        bad(lambda t: t[0], f"bfloat16 [{width}] with strides [1]", "one_dim"),
+        bad(lambda t: t[:, 1:], f"bfloat16 [4, {width - 1}] with strides [{width}, 1]", "width"),
+        bad(
+            lambda t: t.t().contiguous().t(),
+            f"bfloat16 [4, {width}] with strides [1, 4]",
+            "column_major",
+        ),
+    ]
+
+
+def overlapping(*strides: int, layers: int | None = None) -> Callable[[Tensor], Tensor]:
+    shape = CACHE_SHAPE if layers is None else (layers, *CACHE_SHAPE)
+    return lambda t: t.new_zeros(20_000).as_strided(shape, (*strides, 1))
+
+
+def apart_case(strides: tuple[int, ...], layers: int | None = None) -> Refusal:
+    shape = [*CACHE_SHAPE] if layers is None else [layers, *CACHE_SHAPE]
+    return case(
+        WRITE,
+        "kv_cache",
+        overlapping(*strides, layers=layers),
+        "wanted strides that keep records apart",
+        f"uint8 {shape} with strides {[*strides, 1]}",
+        f"strides_{'_'.join(map(str, strides))}",
+    )
+
+
+def rows_at(stride: int) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.new_zeros(5000).as_strided((4, 576), (stride, 1))
+
+
+def always(value: object) -> Callable[[object], object]:
+    return lambda _: value
+
+
+def int32_cases(name: str, shape: str, dims: int) -> list[Refusal]:
+    wanted = f"wanted int32 of shape {shape}"
+    sizes, strides = ("[2, 2]", "[2, 1]") if dims == 2 else ("[2]", "[1]")
+    more, more_strides = ("[1, 2, 2]", "[4, 2, 1]") if dims == 2 else ("[1, 2]", "[2, 1]")
+
+    def bad(change: Callable[[Tensor], Tensor], got: str, what: str) -> Refusal:
+        return case(CP_GATHER, name, change, wanted, got, what)
+
+    return [
+        bad(lambda t: t.long(), f"int64 {sizes} with strides {strides}", "int64"),
+        bad(lambda t: t.float(), f"float32 {sizes} with strides {strides}", "float32"),
+        bad(lambda t: t[None], f"int32 {more} with strides {more_strides}", "more_dims"),
+    ]
+
+
+WRITE_CASES = [
+    *cache_cases(WRITE, "kv_cache"),
+    *layer_cases(WRITE, "kv_cache"),
+    apart_case((1056, 351)),  # tokens overlap in their last byte
+    apart_case((1055, 352)),  # blocks do
+    apart_case((0, 352)),  # all blocks are one
+    apart_case((352, 352)),
+    apart_case((352, 703)),  # interleaved, one byte short
+    apart_case((2111, 1056, 352), layers=2),  # layers overlap
+    apart_case((351, 2112, 704), layers=2),  # tokens_first, one byte short
+    *row_cases(WRITE, "kv_c", 512),
+    *row_cases(WRITE, "k_pe", 64),
+    case(
+        WRITE,
+        "k_pe",
+        lambda t: t.half(),
+        "wanted the dtype of kv_c (bfloat16)",
+        "float16 [4, 64] with strides [64, 1]",
+        "another_dtype",
+    ),
+    *(
+        case(
+            WRITE,
+            "slot_mapping",
+            change,
+            "wanted int64 or int32 of shape [tokens]",
+            got,
+            what,
+        )
+        for change, got, what in (
+            (lambda t: t.short(), "int16 [4] with strides [1]", "int16"),
+            (lambda t: t.float(), "float32 [4] with strides [1]", "float32"),
+            (lambda t: t[None], "int64 [1, 4] with strides [4, 1]", "two_dims"),
+            (lambda t: t[0], "int64 [] with strides []", "no_dims"),
+        )
+    ),
+    *(
+        case(
+            WRITE,
+            name,
+            lambda t: t[:3],
+            "wanted a row for each of slot_mapping's 4 tokens",
+            f"bfloat16 [3, {width}] with strides [{width}, 1]",
+            "too_few",
+        )
+        for name, width in (("kv_c", 512), ("k_pe", 64))
+    ),
+]
+
+CP_GATHER_CASES = [
+    *cache_cases(CP_GATHER, "src_cache"),
+    *layer_cases(CP_GATHER, "src_cache"),
+    *row_cases(CP_GATHER, "dst", 576),
+    *(
+        case(
+            CP_GATHER,
+            "dst",
+            rows_at(stride),
+            "wanted rows that do not overlap",
+            f"bfloat16 [4, 576] with strides [{stride}, 1]",
+            f"stride_{stride}",
+        )
+        for stride in (0, 1, 575)
+    ),
+    case(CP_GATHER, "batch_size", lambda _: -1, "wanted 0 or more", "-1", "negative"),
+    *int32_cases("block_table", "[batch_size or more, max_blocks]", 2),
+    *int32_cases("workspace_starts", "[batch_size or more]", 1),
+    *int32_cases("seq_starts", "[batch_size or more]", 1),
+    case(
+        CP_GATHER,
+        "block_table",
+        lambda t: t[:1],
+        "wanted a row for each of the 2 requests",
+        "int32 [1, 2] with strides [2, 1]",
+        "too_few",
+    ),
+    *(
+        case(
+            CP_GATHER,
+            name,
+            lambda t: t[:1],
+            "wanted an entry for each of the 2 requests",
+            "int32 [1] with strides [1]",
+            "too_few",
+        )
+        for name in ("workspace_starts", "seq_starts")
+    ),
+]
+
+GATHER_CASES = [
+    *cache_cases(GATHER, "kv_cache"),
+    *layer_cases(GATHER, "kv_cache"),
+    *(
+        case(GATHER, "slots", change, "wanted int32 or int64", got, what)
+        for change, got, what in (
+            (lambda t: t.short(), "int16 [4] with strides [1]", "int16"),
+            (lambda t: t.byte()[None], "uint8 [1, 4] with strides [4, 1]", "uint8"),
+            (lambda t: t.double(), "float64 [4] with strides [1]", "float64"),
+        )
+    ),
+    *(
+        case(
+            GATHER,
+            "dtype",
+            always(dtype),
+            "wanted bfloat16, float16 or float32",
+            str(dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
+        )
+        for dtype in (torch.float64, torch.uint8, torch.float8_e4m3fn)
+    ),
+]
+
+
+def assert_refused(
+    call: Callable[..., object], arguments: Arguments, message: str, device: torch.device
+) -> None:
+    before = copies_of(arguments)
+    where = re.escape(message)
+    if "strides" in message:
+        where += f".* on {device}"
+    with pytest.raises(ValueError, match=where):
+        call(**arguments)
+    for name, argument in arguments.items():
+        if torch.is_tensor(argument) and argument.device.type != "meta":
+            assert_memory_equal(argument, before[name], name)
+
+
+@pytest.mark.parametrize(
+    "refusal", WRITE_CASES + CP_GATHER_CASES + GATHER_CASES, ids=lambda refusal: refusal.name
+)
+def test_a_bad_argument(device: torch.device, refusal: Refusal) -> None:
+    arguments = good_arguments(refusal.op, device)
+    refusal.change(arguments)
+    for ops in (nvfp4_dsmla, torch.ops.nvfp4_dsmla):
+        assert_refused(getattr(ops, refusal.op), arguments, refusal.message, device)
+
+
+@pytest.mark.parametrize("op", [WRITE, CP_GATHER, GATHER])
+def test_the_good_arguments_are_good(device: torch.device, op: str) -> None:
+    """Else the tests above would prove nothing."""
+    getattr(nvfp4_dsmla, op)(**good_arguments(op, device))
+
+
+TENSORS = [
+    (WRITE, "kv_cache", ("kv_c", "k_pe", "slot_mapping")),
+    (CP_GATHER, "src_cache", ("dst", "block_table", "workspace_starts", "seq_starts")),
+    (GATHER, "kv_cache", ("slots",)),
+]
+ELSEWHERE = [
+    pytest.param(op, cache, name, id=f"{op}-{name}")
+    for op, cache, names in TENSORS
+    for name in names
+]
+
+
+@pytest.mark.parametrize(("op", "cache", "name"), ELSEWHERE)
+def test_a_meta_tensor_among_real_ones(
+    device: torch.device, op: str, cache: str, name: str
+) -> None:
+    """PyTorch would run nothing at all and say nothing."""
+    arguments = good_arguments(op, device)
+    arguments[name] = arguments[name].to("meta")
+    untouched = {n: x.clone() for n, x in arguments.items() if torch.is_tensor(x) and n != name}
+    message = f"{op}: {name}: wanted the device of {cache} ({device}), got meta"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        getattr(nvfp4_dsmla, op)(**arguments)
+    for n, x in untouched.items():
+        torch.testing.assert_close(arguments[n], x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("op", "cache", "name"), ELSEWHERE)
+def test_a_tensor_of_another_device(device: torch.device, op: str, cache: str, name: str) -> None:
+    """In the wrapper, and in C++ for callers of torch.ops."""
+    if device.type == "cpu":
+        pytest.skip("the CPU is the only device here: see the meta tensors")
+    arguments = good_arguments(op, device)
+    arguments[name] = arguments[name].cpu()
+    message = re.escape(f"{op}: {name}: wanted the device of {cache} ({device}), got ")
+    with pytest.raises(ValueError, match=message + "cpu"):
+        getattr(nvfp4_dsmla, op)(**arguments)
+    with pytest.raises(ValueError, match=message + ".* on cpu"):
+        getattr(torch.ops.nvfp4_dsmla, op)(**arguments)
+
+
+def test_a_capacity_that_cuda_cannot_count(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("the CPU counts in 64 bits")
+    cache = torch.zeros(1, 1, RECORD_BYTES, dtype=torch.uint8, device=device)
+    message = rf"{GATHER}: num_blocks \* block_size: wanted at most {INT32.max} on this device, got"
+    with pytest.raises(ValueError, match=message):
+        nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla(
+            kv_cache=cache.expand(2**31, 1, RECORD_BYTES),
+            slots=torch.zeros(1, device=device).long(),
+        )
+
+
+@pytest.mark.parametrize("op", [WRITE, CP_GATHER, GATHER])
+def test_arguments_are_given_by_name(device: torch.device, op: str) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        getattr(nvfp4_dsmla, op)(*good_arguments(op, device).values())
