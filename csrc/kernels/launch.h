@@ -16,6 +16,7 @@ namespace cpu {
 void write(const WriteParams& params, int64_t begin, int64_t end);
 void gather(const SlotGatherParams& params, int64_t begin, int64_t end);
 void gather(const RequestGatherParams& params, int64_t begin, int64_t end);
+void merge(const MergeParams& params, int64_t begin, int64_t end);
 
 // The first position in slot_mapping whose slot is at or past the capacity, or -1.
 int64_t find_slot_past_capacity(const WriteParams& params);
@@ -38,13 +39,18 @@ GatherFaultAt find_gather_fault(const RequestGatherParams& params);
 
 }  // namespace cpu
 
-// Each enqueues one kernel and returns a cudaError_t, 0 for success. They read no device data on
+// Each enqueues its work and returns a cudaError_t, 0 for success. They read no device data on
 // the host and never synchronise, so they may be captured in a CUDA graph.
 namespace cuda {
 
 int write(const WriteParams& params, CUstream_st* stream);
 int gather(const SlotGatherParams& params, CUstream_st* stream);
 int gather(const RequestGatherParams& params, CUstream_st* stream);
+int merge(const MergeParams& params, CUstream_st* stream);
+
+// `workspace`: device memory of so many bytes, of which only this call makes use; null if none.
+int64_t decode_workspace_bytes(const DecodeParams& params);
+int decode(const DecodeParams& params, void* workspace, CUstream_st* stream);
 
 const char* error_text(int error);
 

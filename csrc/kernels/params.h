@@ -63,4 +63,44 @@ struct SlotGatherParams {
   int64_t num_rows;
 };
 
+// sparse_mla_decode
+struct DecodeParams {
+  const void* q;  // [batch, s_q, heads, 576] of `element`, the last dimension contiguous
+  int64_t q_batch_stride;
+  int64_t q_token_stride;
+  int64_t q_head_stride;
+  Element element;  // kBFloat16 or kFloat16
+  PagedCache<const uint8_t> cache;
+  const int32_t* indices;  // [batch, s_q, topk]; an index the cache does not hold is no token
+  int64_t indices_batch_stride;
+  int64_t indices_token_stride;
+  int64_t indices_column_stride;
+  int64_t batch;
+  int64_t s_q;
+  int64_t heads;
+  int64_t topk;
+  // [batch] (token stride 0) or [batch, s_q], or null: topk. Columns at or past it are not read.
+  // Below 0 counts as 0, above topk as topk.
+  const int32_t* topk_length;
+  int64_t topk_length_batch_stride;
+  int64_t topk_length_token_stride;
+  const float* attn_sink;  // [heads] or null
+  int64_t attn_sink_stride;
+  float softmax_scale;
+  void* out;   // [batch, s_q, heads, 512] of `element`, contiguous
+  float* lse;  // [batch, s_q, heads], contiguous; natural logarithm, without the sink
+};
+
+// merge_attention_states: of two attentions over disjoint tokens, that over both.
+struct MergeParams {
+  const void* out_a;   // [num_rows, 512] of `element`, contiguous
+  const float* lse_a;  // [num_rows], contiguous; -inf: no token, and the row of out_a is not used
+  const void* out_b;   // likewise
+  const float* lse_b;
+  Element element;
+  int64_t num_rows;
+  void* out;   // [num_rows, 512] of `element`, contiguous
+  float* lse;  // [num_rows], contiguous
+};
+
 }  // namespace nvfp4_dsmla
