@@ -8,8 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "format/bf16_record.h"
 #include "format/block.h"
 #include "format/element.h"
+#include "format/fp8_record.h"
 #include "format/record.h"
 #include "format/token.h"
 
@@ -134,6 +136,14 @@ PYBIND11_MODULE(_C, m) {
   m.attr("ROPE_OFFSET") = kRopeOffset;
   m.attr("SCALES_OFFSET") = kScalesOffset;
   m.def("scale_offset", &scale_offset, py::arg("block"));
+
+  m.attr("FP8_BLOCK_DIM") = fp8::kBlockDim;
+  m.attr("FP8_NUM_SCALES") = fp8::kNumScales;
+  m.attr("FP8_RECORD_BYTES") = fp8::kRecordBytes;
+  m.attr("FP8_CODES_OFFSET") = fp8::kCodesOffset;
+  m.attr("FP8_SCALES_OFFSET") = fp8::kScalesOffset;
+  m.attr("FP8_ROPE_OFFSET") = fp8::kRopeOffset;
+  m.attr("BF16_RECORD_BYTES") = bf16::kRecordBytes;
 
   m.attr("VERSION") = NVFP4_DSMLA_VERSION;
   m.attr("COMPILER") = NVFP4_DSMLA_COMPILER;

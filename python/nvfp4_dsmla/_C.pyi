@@ -1,4 +1,4 @@
-"""The nvfp4_ds_mla record's constants, facts of this build, and the C++ codec over buffers.
+"""The records' constants (fp8_ds_mla's with FP8_), facts of this build, and the C++ codec over buffers.
 
 Buffers are C-contiguous objects of the buffer protocol, numpy arrays for example; sizes are numbers
 of elements, the shape does not matter. A buffer of another size or element raises ValueError.
@@ -24,6 +24,14 @@ RECORD_BYTES: int
 CODES_OFFSET: int
 ROPE_OFFSET: int
 SCALES_OFFSET: int
+
+FP8_BLOCK_DIM: int
+FP8_NUM_SCALES: int
+FP8_RECORD_BYTES: int
+FP8_CODES_OFFSET: int
+FP8_SCALES_OFFSET: int
+FP8_ROPE_OFFSET: int
+BF16_RECORD_BYTES: int
 
 VERSION: str
 COMPILER: str
