@@ -5,6 +5,7 @@ NVFP4_DSMLA_REQUIRE_CUDA=1 makes a test that would be skipped for want of a GPU 
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 
@@ -16,6 +17,9 @@ import torch
 from hypothesis import settings
 
 import nvfp4_dsmla
+
+# What the compiler writes about itself, hundreds of lines that pytest shows after a failure.
+logging.getLogger("torch.__trace").propagate = False
 
 settings.register_profile("project", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("project")
