@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "format/element.h"
 #include "format/fp8_block.h"
 #include "format/fp8_record.h"
-#include "format/rounding.h"
 
 namespace nvfp4_dsmla::fp8 {
 

@@ -1,4 +1,6 @@
-"""The records' constants (fp8_ds_mla's with FP8_), facts of this build, and the C++ codec over buffers.
+"""The records' constants, facts of this build, and the C++ codec over buffers.
+
+Constants without a prefix are nvfp4_ds_mla's, those with FP8_ fp8_ds_mla's.
 
 Buffers are C-contiguous objects of the buffer protocol, numpy arrays for example; sizes are numbers
 of elements, the shape does not matter. A buffer of another size or element raises ValueError.

@@ -19,22 +19,51 @@ _load_libraries()
 from nvfp4_dsmla import _C, layout, reference
 from nvfp4_dsmla import _fake as _fake
 from nvfp4_dsmla.cache import allocate_kv_cache, slot_mapping_from_block_table
+from nvfp4_dsmla.formats import (
+    CACHE_FORMATS,
+    QUANTIZED_DS_MLA_CACHE_FORMATS,
+    CacheFormat,
+    KVCacheSpec,
+    KVQuantMode,
+    canonicalize_kv_cache_dtype,
+    format_from_cache,
+    get_cache_format,
+    get_kv_cache_spec,
+    get_kv_quant_mode,
+    is_quantized_kv_cache,
+)
 from nvfp4_dsmla.ops import (
     concat_and_cache_nvfp4_ds_mla,
     cp_gather_and_upconvert_nvfp4_kv_cache,
     gather_and_upconvert_nvfp4_ds_mla,
 )
+from nvfp4_dsmla.support import explain_missing_cuda as _explain_missing_cuda
+from nvfp4_dsmla.support import supports_combination
+
+_explain_missing_cuda()
 
 __version__: str = _C.VERSION
 
 __all__ = [
+    "CACHE_FORMATS",
+    "QUANTIZED_DS_MLA_CACHE_FORMATS",
+    "CacheFormat",
+    "KVCacheSpec",
+    "KVQuantMode",
     "__version__",
     "allocate_kv_cache",
+    "canonicalize_kv_cache_dtype",
     "concat_and_cache_nvfp4_ds_mla",
     "cp_gather_and_upconvert_nvfp4_kv_cache",
+    "format_from_cache",
     "gather_and_upconvert_nvfp4_ds_mla",
+    "get_cache_format",
+    "get_kv_cache_spec",
+    "get_kv_quant_mode",
+    "is_quantized_kv_cache",
     "layout",
     "loaded_libraries",
     "reference",
     "slot_mapping_from_block_table",
+    "supports_combination",
 ]
