@@ -144,6 +144,7 @@ def gathered_by_loop(
         pytest.param([0, 9, 9], [1, 2, 3], id="an empty request between"),
         pytest.param([0, 5, 14], None, id="an empty request last"),
         pytest.param([2, 5, 9], None, id="rows before every request"),
+        pytest.param([2, 5, 9], [3, 0, 4], id="such rows and tokens left out"),
         pytest.param([0, 5, 9], [-2, 0, 2**31 - 1], id="tokens out of every table"),
     ],
 )

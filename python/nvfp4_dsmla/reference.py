@@ -24,7 +24,9 @@ A RoPE dim is the e4m3 number nearest to x, a tie going to the even byte, beyond
 is the sign of x, kept for zero. NaN is 0x7F.
 
 Reading is e2m1(code) * e4m3(scale) and e4m3(byte). Both are exact in bf16, fp16 and fp32, so a
-reader is tested for equal bits.
+reader is tested for equal bits. Writing what was read gives back every block that holds a code of
+magnitude 6, as all with a scale of at least 6 * 2^-9 do, or whose scale is the smallest. Between
+2^-9 and 6 * 2^-9 the scales are so far apart that it may get the next smaller one.
 
 This file shares no arithmetic with the C++ sources, and was written to be read rather than to be
 fast. Nothing in it depends on the data for its control flow or shapes: what is out of range is
@@ -179,24 +181,23 @@ def cp_gather(
         ValueError: `src_cache` or `layer` is not as above.
     """
     capacity = _capacity(src_cache, layer)
-    num_blocks, block_size = src_cache.shape[-3:-1]
+    block_size = src_cache.shape[-2]
     max_blocks = block_table.shape[1]
     if batch_size == 0 or capacity == 0 or max_blocks == 0:
         dst.zero_()
         return
     starts = workspace_starts[:batch_size].long()
     row = torch.arange(dst.shape[0], device=dst.device)
-    owner = torch.searchsorted(starts, row, right=True) - 1
-    request = owner.clamp(min=0)
-    token = row - starts[request]
-    in_table = (owner >= 0) & (token >= 0)
+    request = (torch.searchsorted(starts, row, right=True) - 1).clamp(min=0)
+    token = row - starts[request]  # negative in a row before the first start
+    in_table = token >= 0
     if seq_starts is not None:
         token = token + seq_starts[request].long()
     column = token.div(block_size, rounding_mode="floor")
     in_table &= (token >= 0) & (column < max_blocks)
     block = block_table[request, column.clamp(0, max_blocks - 1)].long()
-    found = in_table & (block >= 0) & (block < num_blocks)
-    slots = torch.where(found, block * block_size + token.remainder(block_size), -1)
+    # A bad block id makes a slot outside the cache, which the gather reads as zeros.
+    slots = torch.where(in_table, block * block_size + token.remainder(block_size), -1)
     dst.copy_(gather(src_cache, slots, dst.dtype, layer))
 
 
