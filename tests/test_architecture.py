@@ -38,7 +38,7 @@ ROOMS = (
     Room("format", (STD, r'"format/\w+\.h"')),
     Room(
         "kernels/cpu",
-        (STD, r'"format/\w+\.h"', r'"kernels/(params|launch)\.h"', r'"kernels/cpu/\w+\.h"'),
+        (STD, r'"format/\w+\.h"', r'"kernels/\w+\.h"', r'"kernels/cpu/\w+\.h"'),
     ),
     Room(
         "kernels/cuda",
@@ -46,11 +46,11 @@ ROOMS = (
             STD,
             CUDA,
             r'"format/\w+\.h"',
-            r'"kernels/(params|launch)\.h"',
+            r'"kernels/\w+\.h"',
             r'"kernels/cuda/\w+\.cuh"',
         ),
     ),
-    Room("kernels", (STD, r'"format/\w+\.h"', r'"kernels/params\.h"')),
+    Room("kernels", (STD, r'"format/\w+\.h"', r'"kernels/\w+\.h"')),
     Room(
         "ops",
         (
@@ -58,7 +58,7 @@ ROOMS = (
             r"<torch/csrc/stable/[\w/]+\.h>",
             r"<torch/headeronly/[\w/]+\.h>",
             r'"format/(record|paged_cache)\.h"',
-            r'"kernels/(params|launch)\.h"',
+            r'"kernels/\w+\.h"',
             r'"ops/\w+\.h"',
         ),
     ),
