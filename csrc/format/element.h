@@ -1,4 +1,5 @@
-// The element types of a latent vector in memory, and their exact conversion to and from fp32.
+// The element types of a latent vector in memory, and their conversion to and from fp32: exact
+// where records are read, rounded where something was computed.
 #pragma once
 
 #include <cstdint>
@@ -69,6 +70,38 @@ NVFP4_DSMLA_INLINE Float16 narrow_exact<Float16>(float x) {
   uint32_t bits = (magnitude >> 13) - kRebias;
   bits = magnitude == 0 ? 0u : bits;
   bits = magnitude > kInfinityBits ? 0x7e00u : bits;
+  return {static_cast<uint16_t>(bits | (bit_cast<uint32_t>(x) & kSignBit) >> 16)};
+}
+
+// fp32 -> Out, to nearest, ties to even; beyond the largest number infinity.
+template <class Out>
+NVFP4_DSMLA_INLINE Out round_to(float x);
+
+template <>
+NVFP4_DSMLA_INLINE float round_to<float>(float x) {
+  return x;
+}
+
+template <>
+NVFP4_DSMLA_INLINE BFloat16 round_to<BFloat16>(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return {static_cast<uint16_t>(is_nan(x) ? 0x7fc0 : rounded)};
+}
+
+template <>
+NVFP4_DSMLA_INLINE Float16 round_to<Float16>(float x) {
+  constexpr uint32_t kRebias = (127 - 15) << 23;
+  constexpr uint32_t kMinNormal = (127 - 14) << 23;  // 2^-14
+  constexpr uint32_t kOverflow = 0x477f'f000;        // 65520, halfway from the largest to 2^16
+  constexpr float kHalf = 0.5f;                      // its last bit is 2^-24, fp16's smallest step
+  const uint32_t m = magnitude_bits(x);
+  const uint32_t normal = (m - kRebias + 0xfff + (m >> 13 & 1)) >> 13;
+  const uint32_t subnormal =
+      bit_cast<uint32_t>(bit_cast<float>(m) + kHalf) - bit_cast<uint32_t>(kHalf);
+  uint32_t bits = m < kMinNormal ? subnormal : normal;
+  bits = m >= kOverflow ? 0x7c00u : bits;
+  bits = m > kInfinityBits ? 0x7e00u : bits;
   return {static_cast<uint16_t>(bits | (bit_cast<uint32_t>(x) & kSignBit) >> 16)};
 }
 

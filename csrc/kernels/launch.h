@@ -18,6 +18,28 @@ void gather(const SlotGatherParams& params, int64_t begin, int64_t end);
 void gather(const RequestGatherParams& params, int64_t begin, int64_t end);
 void merge(const MergeParams& params, int64_t begin, int64_t end);
 
+// Decode has two steps. A row's tokens are cut into parts, whose number depends on topk alone:
+// decode() attends to the parts [begin, end), combine_decode() makes the outputs of (row, head)
+// pairs [begin, end) from them, both counted from first_row. All arrays are float.
+struct DecodeParts {
+  int64_t first_row;  // of the batch * s_q rows
+  int64_t per_row;    // decode_parts_per_row()
+  float* out;         // [rows, per_row, heads, 512], not yet divided by sum
+  float* max;         // [rows, per_row, heads], of the scores
+  float* sum;         // [rows, per_row, heads], of exp(score - max)
+};
+int64_t decode_parts_per_row(const DecodeParams& params);
+int64_t decode_scratch_floats(const DecodeParams& params);  // of each call that runs at a time
+void decode(const DecodeParams& params,
+            const DecodeParts& parts,
+            float* scratch,
+            int64_t begin,
+            int64_t end);
+void combine_decode(const DecodeParams& params,
+                    const DecodeParts& parts,
+                    int64_t begin,
+                    int64_t end);
+
 // The first position in slot_mapping whose slot is at or past the capacity, or -1.
 int64_t find_slot_past_capacity(const WriteParams& params);
 
