@@ -269,6 +269,135 @@ SlotGather check_slot_gather(const Tensor& kv_cache_tensor,
           .out = out};
 }
 
+Decode check_decode(const Tensor& q_tensor,
+                    const Tensor& kv_cache_tensor,
+                    const Tensor& indices_tensor,
+                    double softmax_scale,
+                    const std::optional<Tensor>& topk_length_tensor,
+                    const std::optional<Tensor>& attn_sink_tensor,
+                    int64_t layer) {
+  constexpr const char* kOp = "sparse_mla_decode";
+  const Argument kv_cache(kOp, "kv_cache", kv_cache_tensor);
+  const Argument q(kOp, "q", q_tensor);
+  const Argument indices(kOp, "indices", indices_tensor);
+
+  const PagedCache<uint8_t> cache = check_cache(kv_cache, layer);
+  const auto element = element_of(q.dtype);
+  q.want(element && element != Element::kFloat32 && q.dim == 4 && q.size(1) == kHeadDim &&
+             q.stride(1) == 1,
+         "bfloat16 or float16 of shape [batch, s_q, heads, ", kHeadDim,
+         "] with a contiguous last dimension");
+  const int64_t batch = q.size(4), s_q = q.size(3), heads = q.size(2);
+  check_int32(indices, 3, "[batch, s_q, topk]");
+  indices.want(indices.size(3) == batch && indices.size(2) == s_q, "q's batch of ", batch,
+               " and s_q of ", s_q);
+  for (const Argument* t : {&q, &indices}) t->want_device_of(kv_cache);
+
+  const int32_t* lengths = nullptr;
+  int64_t length_batch_stride = 0, length_token_stride = 0;
+  if (topk_length_tensor) {
+    const Argument topk_length(kOp, "topk_length", *topk_length_tensor);
+    topk_length.want(
+        topk_length.dtype == aoti_torch_dtype_int32() &&
+            (topk_length.dim == 1 || topk_length.dim == 2) && topk_length.sizes[0] == batch &&
+            (topk_length.dim == 1 || topk_length.sizes[1] == s_q),
+        "int32 of shape [batch] or [batch, s_q], here [", batch, "] or [", batch, ", ", s_q, ']');
+    topk_length.want_device_of(kv_cache);
+    lengths = static_cast<const int32_t*>(topk_length.data);
+    length_batch_stride = topk_length.strides[0];
+    length_token_stride = topk_length.dim == 2 ? topk_length.strides[1] : 0;
+  }
+  const float* sink = nullptr;
+  int64_t sink_stride = 0;
+  if (attn_sink_tensor) {
+    const Argument attn_sink(kOp, "attn_sink", *attn_sink_tensor);
+    attn_sink.want(attn_sink.dtype == aoti_torch_dtype_float32() && attn_sink.dim == 1 &&
+                       attn_sink.size(1) == heads,
+                   "float32 of shape [heads], here [", heads, ']');
+    attn_sink.want_device_of(kv_cache);
+    sink = static_cast<const float*>(attn_sink.data);
+    sink_stride = attn_sink.stride(1);
+  }
+
+  Tensor out =
+      empty_contiguous({batch, s_q, heads, kNopeDim}, q.dtype, q.device_type, q.device_index);
+  Tensor lse = empty_contiguous({batch, s_q, heads}, aoti_torch_dtype_float32(), q.device_type,
+                                q.device_index);
+  return {.params = {.q = q.data,
+                     .q_batch_stride = q.stride(4),
+                     .q_token_stride = q.stride(3),
+                     .q_head_stride = q.stride(2),
+                     .element = *element,
+                     .cache = read_only(cache),
+                     .indices = static_cast<const int32_t*>(indices.data),
+                     .indices_batch_stride = indices.stride(3),
+                     .indices_token_stride = indices.stride(2),
+                     .indices_column_stride = indices.stride(1),
+                     .batch = batch,
+                     .s_q = s_q,
+                     .heads = heads,
+                     .topk = indices.size(1),
+                     .topk_length = lengths,
+                     .topk_length_batch_stride = length_batch_stride,
+                     .topk_length_token_stride = length_token_stride,
+                     .attn_sink = sink,
+                     .attn_sink_stride = sink_stride,
+                     .softmax_scale = static_cast<float>(softmax_scale),
+                     .out = out.data_ptr(),
+                     .lse = static_cast<float*>(lse.data_ptr())},
+          .out = out,
+          .lse = lse};
+}
+
+Merge check_merge(const Tensor& out_a_tensor,
+                  const Tensor& lse_a_tensor,
+                  const Tensor& out_b_tensor,
+                  const Tensor& lse_b_tensor) {
+  constexpr const char* kOp = "merge_attention_states";
+  const Argument out_a(kOp, "out_a", out_a_tensor);
+  const Argument lse_a(kOp, "lse_a", lse_a_tensor);
+  const Argument out_b(kOp, "out_b", out_b_tensor);
+  const Argument lse_b(kOp, "lse_b", lse_b_tensor);
+
+  const auto element = element_of(out_a.dtype);
+  out_a.want(element && out_a.dim >= 1 && out_a.size(1) == kNopeDim,
+             "bfloat16, float16 or float32 of shape [..., ", kNopeDim, ']');
+  const std::vector<int64_t> shape(out_a.sizes, out_a.sizes + out_a.dim);
+  const std::vector<int64_t> rows(shape.begin(), shape.end() - 1);
+  const auto has_shape = [](const Argument& t, const std::vector<int64_t>& sizes) {
+    return std::equal(t.sizes, t.sizes + t.dim, sizes.begin(), sizes.end());
+  };
+  out_b.want(out_b.dtype == out_a.dtype && has_shape(out_b, shape),
+             "the dtype and shape of out_a (", dtype_name(out_a.dtype), ' ',
+             list(shape.data(), out_a.dim), ')');
+  for (const Argument* t : {&lse_a, &lse_b}) {
+    t->want(t->dtype == aoti_torch_dtype_float32() && has_shape(*t, rows),
+            "float32 of out_a's shape without its last dimension, ",
+            list(rows.data(), out_a.dim - 1));
+  }
+  for (const Argument* t : {&lse_a, &out_b, &lse_b}) t->want_device_of(out_a);
+
+  std::vector<Tensor> inputs;
+  for (const Tensor& t : {out_a_tensor, lse_a_tensor, out_b_tensor, lse_b_tensor}) {
+    inputs.push_back(t.is_contiguous() ? t : torch::stable::contiguous(t));
+  }
+  int64_t num_rows = 1;
+  for (const int64_t size : rows) num_rows *= size;
+  Tensor out = empty_contiguous(shape, out_a.dtype, out_a.device_type, out_a.device_index);
+  Tensor lse = empty_contiguous(rows, lse_a.dtype, out_a.device_type, out_a.device_index);
+  return {.params = {.out_a = inputs[0].data_ptr(),
+                     .lse_a = static_cast<const float*>(inputs[1].data_ptr()),
+                     .out_b = inputs[2].data_ptr(),
+                     .lse_b = static_cast<const float*>(inputs[3].data_ptr()),
+                     .element = *element,
+                     .num_rows = num_rows,
+                     .out = out.data_ptr(),
+                     .lse = static_cast<float*>(lse.data_ptr())},
+          .inputs = inputs,
+          .out = out,
+          .lse = lse};
+}
+
 void check_limit(const char* op, const char* what, int64_t count, int64_t limit) {
   if (count > limit) refuse(op, what, ": wanted at most ", limit, " on this device, got ", count);
 }

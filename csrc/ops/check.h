@@ -22,7 +22,7 @@ RequestGatherParams check_request_gather(const Tensor& src_cache,
                                          const std::optional<Tensor>& seq_starts,
                                          int64_t layer);
 
-// The output is allocated here, and `slots` replaced by a contiguous copy where its strides are
+// Outputs are allocated here. `slots` is replaced by a contiguous copy where its strides are
 // more than one.
 struct SlotGather {
   SlotGatherParams params;
@@ -33,6 +33,31 @@ SlotGather check_slot_gather(const Tensor& kv_cache,
                              const Tensor& slots,
                              std::optional<torch::headeronly::ScalarType> dtype,
                              int64_t layer);
+
+struct Decode {
+  DecodeParams params;
+  Tensor out;
+  Tensor lse;
+};
+Decode check_decode(const Tensor& q,
+                    const Tensor& kv_cache,
+                    const Tensor& indices,
+                    double softmax_scale,
+                    const std::optional<Tensor>& topk_length,
+                    const std::optional<Tensor>& attn_sink,
+                    int64_t layer);
+
+// `inputs`: contiguous copies of those that were not contiguous.
+struct Merge {
+  MergeParams params;
+  std::vector<Tensor> inputs;
+  Tensor out;
+  Tensor lse;
+};
+Merge check_merge(const Tensor& out_a,
+                  const Tensor& lse_a,
+                  const Tensor& out_b,
+                  const Tensor& lse_b);
 
 // Throws unless count <= limit: what a device's kernels can count to.
 void check_limit(const char* op, const char* what, int64_t count, int64_t limit);

@@ -1,7 +1,10 @@
 // The CPU's implementations: check, look for what only the data can show, run in parallel.
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
+#include <tuple>
 
+#include "format/record.h"
 #include "kernels/launch.h"
 #include "ops/check.h"
 #include "ops/torch_stable.h"
@@ -87,6 +90,59 @@ Tensor gather(const Tensor& kv_cache,
   return call.out;
 }
 
+Tensor floats(int64_t count) {
+  return empty_contiguous({count}, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0);
+}
+
+// Rows are taken so many at a time that their parts' results fit this: 64 MB.
+constexpr int64_t kMostPartFloats = int64_t{1} << 24;
+
+std::tuple<Tensor, Tensor> decode(const Tensor& q,
+                                  const Tensor& kv_cache,
+                                  const Tensor& indices,
+                                  double softmax_scale,
+                                  const std::optional<Tensor>& topk_length,
+                                  const std::optional<Tensor>& attn_sink,
+                                  int64_t layer) {
+  const Decode call =
+      check_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, layer);
+  const DecodeParams& p = call.params;
+  const int64_t rows = p.batch * p.s_q;
+  if (rows * p.heads == 0) return {call.out, call.lse};
+  const int64_t parts_per_row = cpu::decode_parts_per_row(p);
+  const int64_t results_per_row = parts_per_row * p.heads;
+  const int64_t rows_at_a_time = std::clamp<int64_t>(
+      kMostPartFloats / std::max<int64_t>(results_per_row * kNopeDim, 1), 1, rows);
+  const Tensor out = floats(rows_at_a_time * results_per_row * kNopeDim);
+  const Tensor max = floats(rows_at_a_time * results_per_row);
+  const Tensor sum = floats(rows_at_a_time * results_per_row);
+  cpu::DecodeParts parts{.first_row = 0,
+                         .per_row = parts_per_row,
+                         .out = static_cast<float*>(out.data_ptr()),
+                         .max = static_cast<float*>(max.data_ptr()),
+                         .sum = static_cast<float*>(sum.data_ptr())};
+  for (; parts.first_row < rows; parts.first_row += rows_at_a_time) {
+    const int64_t count = std::min(rows_at_a_time, rows - parts.first_row);
+    torch::stable::parallel_for(0, count * parts_per_row, 1, [&](int64_t begin, int64_t end) {
+      const Tensor scratch = floats(cpu::decode_scratch_floats(p));
+      cpu::decode(p, parts, static_cast<float*>(scratch.data_ptr()), begin, end);
+    });
+    torch::stable::parallel_for(0, count * p.heads, kGrain, [&](int64_t begin, int64_t end) {
+      cpu::combine_decode(p, parts, begin, end);
+    });
+  }
+  return {call.out, call.lse};
+}
+
+std::tuple<Tensor, Tensor> merge(const Tensor& out_a,
+                                 const Tensor& lse_a,
+                                 const Tensor& out_b,
+                                 const Tensor& lse_b) {
+  const Merge call = check_merge(out_a, lse_a, out_b, lse_b);
+  for_rows(call.params.num_rows, call.params, &cpu::merge);
+  return {call.out, call.lse};
+}
+
 }  // namespace
 }  // namespace nvfp4_dsmla
 
@@ -94,4 +150,6 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CPU, library) {
   library.impl("concat_and_cache_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::concat_and_cache));
   library.impl("cp_gather_and_upconvert_nvfp4_kv_cache", TORCH_BOX(&nvfp4_dsmla::cp_gather));
   library.impl("gather_and_upconvert_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::gather));
+  library.impl("sparse_mla_decode", TORCH_BOX(&nvfp4_dsmla::decode));
+  library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
 }

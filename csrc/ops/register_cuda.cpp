@@ -1,7 +1,8 @@
-// CUDA's implementations: check, then one launch on PyTorch's current stream. Nothing is read back
+// CUDA's implementations: check, then launch on PyTorch's current stream. Nothing is read back
 // and nothing waits, so each may be captured in a CUDA graph.
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "kernels/launch.h"
 #include "ops/check.h"
@@ -10,6 +11,23 @@
 namespace nvfp4_dsmla {
 namespace {
 
+// `enqueue` takes PyTorch's current stream on the device of `on`.
+template <class Enqueue>
+void on_current_stream(const char* op, const Tensor& on, const Enqueue& enqueue) {
+  const int32_t device = on.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  if (const int error = enqueue(static_cast<CUstream_st*>(stream)); error != 0) {
+    throw std::runtime_error(std::string(op) + ": the launch failed: " + cuda::error_text(error));
+  }
+}
+
+template <class Byte>
+void check_capacity(const char* op, const PagedCache<Byte>& cache) {
+  check_limit(op, "num_blocks * block_size", cache.capacity(), cuda::kMaxCapacity);
+}
+
 template <class Params>
 void launch(const char* op,
             int64_t rows,
@@ -17,15 +35,9 @@ void launch(const char* op,
             const Tensor& on,
             int (*enqueue)(const Params&, CUstream_st*)) {
   check_limit(op, "tokens", rows, cuda::kMaxCapacity);
-  check_limit(op, "num_blocks * block_size", params.cache.capacity(), cuda::kMaxCapacity);
+  check_capacity(op, params.cache);
   if (rows == 0) return;
-  const int32_t device = on.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  if (const int error = enqueue(params, static_cast<CUstream_st*>(stream)); error != 0) {
-    throw std::runtime_error(std::string(op) + ": the launch failed: " + cuda::error_text(error));
-  }
+  on_current_stream(op, on, [&](CUstream_st* stream) { return enqueue(params, stream); });
 }
 
 void concat_and_cache(const Tensor& kv_c,
@@ -60,6 +72,45 @@ Tensor gather(const Tensor& kv_cache,
   return call.out;
 }
 
+[[maybe_unused]] std::tuple<Tensor, Tensor> decode(const Tensor& q,
+                                                   const Tensor& kv_cache,
+                                                   const Tensor& indices,
+                                                   double softmax_scale,
+                                                   const std::optional<Tensor>& topk_length,
+                                                   const std::optional<Tensor>& attn_sink,
+                                                   int64_t layer) {
+  constexpr const char* kOp = "sparse_mla_decode";
+  const Decode call =
+      check_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, layer);
+  const DecodeParams& p = call.params;
+  check_capacity(kOp, p.cache);
+  check_limit(kOp, "batch * s_q * heads", p.batch * p.s_q * p.heads, cuda::kMaxCapacity);
+  check_limit(kOp, "topk", p.topk, cuda::kMaxCapacity);
+  if (p.batch * p.s_q * p.heads == 0) return {call.out, call.lse};
+  on_current_stream(kOp, kv_cache, [&](CUstream_st* stream) {
+    const int64_t bytes = cuda::decode_workspace_bytes(p);
+    if (bytes == 0) return cuda::decode(p, nullptr, stream);
+    // Given back when the call returns, and taken again only by what runs on the stream after it.
+    const Tensor workspace = empty_contiguous({bytes}, aoti_torch_dtype_uint8(),
+                                              aoti_torch_device_type_cuda(), q.get_device_index());
+    return cuda::decode(p, workspace.data_ptr(), stream);
+  });
+  return {call.out, call.lse};
+}
+
+std::tuple<Tensor, Tensor> merge(const Tensor& out_a,
+                                 const Tensor& lse_a,
+                                 const Tensor& out_b,
+                                 const Tensor& lse_b) {
+  constexpr const char* kOp = "merge_attention_states";
+  const Merge call = check_merge(out_a, lse_a, out_b, lse_b);
+  check_limit(kOp, "rows", call.params.num_rows, cuda::kMaxCapacity);
+  if (call.params.num_rows == 0) return {call.out, call.lse};
+  on_current_stream(kOp, out_a,
+                    [&](CUstream_st* stream) { return cuda::merge(call.params, stream); });
+  return {call.out, call.lse};
+}
+
 }  // namespace
 }  // namespace nvfp4_dsmla
 
@@ -67,4 +118,5 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CUDA, library) {
   library.impl("concat_and_cache_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::concat_and_cache));
   library.impl("cp_gather_and_upconvert_nvfp4_kv_cache", TORCH_BOX(&nvfp4_dsmla::cp_gather));
   library.impl("gather_and_upconvert_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::gather));
+  library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
 }

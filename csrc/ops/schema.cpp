@@ -17,4 +17,11 @@ STABLE_TORCH_LIBRARY(nvfp4_dsmla, library) {
   library.def(
       "gather_and_upconvert_nvfp4_ds_mla(Tensor kv_cache, Tensor slots, ScalarType? dtype=None, "
       "SymInt layer=0) -> Tensor");
+  library.def(
+      "sparse_mla_decode(Tensor q, Tensor kv_cache, Tensor indices, float softmax_scale, "
+      "Tensor? topk_length=None, Tensor? attn_sink=None, SymInt layer=0) -> (Tensor out, Tensor "
+      "lse)");
+  library.def(
+      "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor "
+      "out, Tensor lse)");
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4_dsmla.layout import HEAD_DIM
+from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM
 
 
 @torch.library.register_fake("nvfp4_dsmla::concat_and_cache_nvfp4_ds_mla")
@@ -34,3 +34,22 @@ def _(
 @torch.library.register_fake("nvfp4_dsmla::gather_and_upconvert_nvfp4_ds_mla")
 def _(kv_cache: Tensor, slots: Tensor, dtype: torch.dtype | None = None, layer: int = 0) -> Tensor:
     return kv_cache.new_empty((*slots.shape, HEAD_DIM), dtype=dtype or torch.bfloat16)
+
+
+@torch.library.register_fake("nvfp4_dsmla::sparse_mla_decode")
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    layer: int = 0,
+) -> tuple[Tensor, Tensor]:
+    heads = q.shape[:-1]
+    return q.new_empty((*heads, NOPE_DIM)), q.new_empty(heads, dtype=torch.float32)
+
+
+@torch.library.register_fake("nvfp4_dsmla::merge_attention_states")
+def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
