@@ -3,8 +3,9 @@
 A token's latent vector, 512 NoPE dims and 64 RoPE dims, is stored in 352 bytes: 4-bit e2m1 codes
 with an e4m3 scale for each 16 of them, and the RoPE dims in e4m3. `concat_and_cache_nvfp4_ds_mla`
 writes tokens into a paged cache, `cp_gather_and_upconvert_nvfp4_kv_cache` and
-`gather_and_upconvert_nvfp4_ds_mla` read them back, on CPU and CUDA, in eager code and in traced
-regions. `layout` names the parts of a record, `reference` is its specification in plain PyTorch.
+`gather_and_upconvert_nvfp4_ds_mla` read them back, `sparse_mla_decode` attends to them where they
+lie, on CPU and CUDA, in eager code and in traced regions. `layout` names the parts of a record,
+`reference` is its specification in plain PyTorch.
 
 Importing this package registers the ops as `torch.ops.nvfp4_dsmla.*`.
 """
@@ -36,6 +37,8 @@ from nvfp4_dsmla.ops import (
     concat_and_cache_nvfp4_ds_mla,
     cp_gather_and_upconvert_nvfp4_kv_cache,
     gather_and_upconvert_nvfp4_ds_mla,
+    merge_attention_states,
+    sparse_mla_decode,
 )
 from nvfp4_dsmla.support import explain_missing_cuda as _explain_missing_cuda
 from nvfp4_dsmla.support import supports_combination
@@ -63,7 +66,9 @@ __all__ = [
     "is_quantized_kv_cache",
     "layout",
     "loaded_libraries",
+    "merge_attention_states",
     "reference",
     "slot_mapping_from_block_table",
+    "sparse_mla_decode",
     "supports_combination",
 ]

@@ -19,12 +19,16 @@ __all__ = [
     "concat_and_cache_nvfp4_ds_mla",
     "cp_gather_and_upconvert_nvfp4_kv_cache",
     "gather_and_upconvert_nvfp4_ds_mla",
+    "merge_attention_states",
+    "sparse_mla_decode",
 ]
 
 # Bound once: looking an overload up costs a third of a microsecond a call.
 _write = torch.ops.nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla.default
 _cp_gather = torch.ops.nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache.default
 _gather = torch.ops.nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla.default
+_decode = torch.ops.nvfp4_dsmla.sparse_mla_decode.default
+_merge = torch.ops.nvfp4_dsmla.merge_attention_states.default
 
 
 def _same_device(op: str, cache_name: str, cache: Tensor, **others: Tensor | None) -> None:
@@ -147,3 +151,97 @@ def gather_and_upconvert_nvfp4_ds_mla(
     _same_device("gather_and_upconvert_nvfp4_ds_mla", "kv_cache", kv_cache, slots=slots)
     out: Tensor = _gather(kv_cache, slots, dtype, layer)
     return out
+
+
+def sparse_mla_decode(
+    *,
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    layer: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query row to the tokens at its own slots, straight from the records.
+
+    The key of a token is its 576 dims, its value the first 512. A row's heads share its tokens.
+    Records are read as the exact numbers they stand for; scores, softmax and sums are in fp32 (on
+    CUDA the two products take bfloat16 or float16 factors).
+
+    Args:
+        q: bfloat16 or float16 [b, s_q, h_q, 576], 512 NoPE dims, then 64 RoPE dims: the queries
+            with the key's up-projection absorbed. Any h_q; any strides with the last dimension
+            contiguous.
+        kv_cache: uint8 [num_blocks, block_size, 352], or [num_layers, num_blocks, block_size, 352]
+            with `layer`; any strides with contiguous records.
+        indices: int32 [b, s_q, topk], any strides, topk >= 0: slots, `block * block_size + offset`.
+            One outside [0, num_blocks * block_size), -1 or any other, is no token, and nothing is
+            read for it. One that comes twice counts twice.
+        softmax_scale: the factor of the scores before the softmax; of any sign, or 0.
+        topk_length: int32 [b] or [b, s_q]: how many of a row's indices count, from the first on;
+            the others are not read. Below 0 is 0, beyond topk is topk. None for all.
+        attn_sink: float32 [h_q]: each head's score for attending to no token; -inf for none.
+        layer: the layer of a pool; 0 for a cache of one layer.
+
+    Returns:
+        out, of q's dtype [b, s_q, h_q, 512], contiguous. With a sink it is scaled by
+            exp(lse) / (exp(lse) + exp(sink)).
+        lse, float32 [b, s_q, h_q], contiguous: the natural logarithm of the sum of exponentials of
+            the scaled scores, without the sink.
+
+        A row with no token has out 0 and lse -inf. (FlashMLA's kernel, whose arguments these are,
+        gives +inf for it, so `masked_fill` that before you merge its results with these.) Records
+        that a row does not select cannot reach it, whatever their bytes; a NaN in one that it
+        selects makes its out and lse NaN, and no other row's.
+
+        The results are deterministic. On the CPU those of a row depend neither on the rows beside
+        it nor on the number of threads.
+
+    Raises:
+        ValueError: an argument is not as above.
+
+    Source: the arguments are those of FlashMLA's `flash_mla_with_kvcache` with sparse indices.
+    """
+    _same_device(
+        "sparse_mla_decode",
+        "kv_cache",
+        kv_cache,
+        q=q,
+        indices=indices,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+    )
+    out, lse = _decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, layer)
+    return out, lse
+
+
+def merge_attention_states(
+    *, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The attention to two disjoint sets of tokens, from the attention to each.
+
+    What context parallelism needs: each rank attends to its own tokens, and the results are merged
+    in any order. They must be results without a sink; the last merge's out times
+    `torch.sigmoid(lse - attn_sink)` is that with it.
+
+    Args:
+        out_a: bfloat16, float16 or float32 [..., 512], any strides: `sparse_mla_decode`'s out.
+        lse_a: float32 [...], of out_a's shape without its last dimension: its lse. -inf: no token,
+            and that row of out_a is not used, whatever is in it.
+        out_b: like out_a, of its dtype and shape.
+        lse_b: like lse_a.
+
+    Returns:
+        out, of the dtype and shape of out_a, contiguous. Where one side has no token it is the
+            other's, to the bit; where neither has, 0.
+        lse, of the shape of lse_a, contiguous: the logarithm of exp(lse_a) + exp(lse_b).
+
+    Raises:
+        ValueError: an argument is not as above.
+
+    Source: this library's own; the formula is that of the online softmax.
+    """
+    _same_device("merge_attention_states", "out_a", out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    out, lse = _merge(out_a, lse_a, out_b, lse_b)
+    return out, lse

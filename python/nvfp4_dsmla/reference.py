@@ -47,7 +47,7 @@ from nvfp4_dsmla import layout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["attention", "concat_and_cache", "cp_gather", "decode", "encode", "gather"]
+__all__ = ["attention", "concat_and_cache", "cp_gather", "decode", "encode", "gather", "merge"]
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; 8 to 15 negate them
 E2M1_MIDPOINTS = tuple((below + above) / 2 for below, above in pairwise(E2M1_MAGNITUDES))
@@ -285,6 +285,30 @@ def attention(
         weights = weights * share[..., None]
     out = torch.einsum("bqhk,bqkd->bqhd", weights, latent[..., : layout.NOPE_DIM])
     return out.to(q.dtype), lse
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention to two disjoint sets of tokens, from the attention to each, in fp32.
+
+    A side whose lse is -inf has no token: the result is the other side's to the bit, whatever out
+    holds there; with no token on either side out is 0 and lse -inf. Neither side has a sink.
+
+    Args:
+        out_a: bf16, fp16 or fp32 [..., d].
+        lse_a: fp32 [...], as `attention` gives it.
+        out_b: like out_a.
+        lse_b: like lse_a.
+
+    Returns:
+        out, of out_a's dtype [..., d], and lse, fp32 [...].
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    no_a, no_b = lse_a.isneginf()[..., None], lse_b.isneginf()[..., None]
+    share_a = torch.exp(lse_a - lse)[..., None] * out_a.float()
+    share_b = torch.exp(lse_b - lse)[..., None] * out_b.float()
+    both = (share_a + share_b).to(out_a.dtype)
+    out = torch.where(no_b, torch.where(no_a, 0.0, out_a), torch.where(no_a, out_b, both))
+    return out, lse
 
 
 def _block_scale(blocks: Tensor) -> Tensor:
