@@ -52,7 +52,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Lint, build, and run every test but the exhaustive ones."""
     lint(session)
-    install(session, extras="test", cpp_tests=True)
+    install(session, extras="test,cli", cpp_tests=True)
     ctest(session, "--label-exclude", "exhaustive")
     # A cached graph of an older build would hide a changed op.
     no_cache = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
