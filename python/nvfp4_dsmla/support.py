@@ -83,8 +83,8 @@ _OPS: dict[str, _Op] = {
     ),
 }
 
-OPS: tuple[str, ...] = tuple(_OPS)
-"""The ops that `supports_combination` knows, as they are called in torch.ops.nvfp4_dsmla."""
+OPS: dict[str, str | None] = {name: op.format_name for name, op in _OPS.items()}
+"""The ops by their names in torch.ops.nvfp4_dsmla, each with the format it is for; None: any."""
 
 
 def supports_combination(
@@ -105,7 +105,7 @@ def supports_combination(
     What is None is not asked about.
 
     Args:
-        op: one of `OPS`; None for every op that serving such a cache needs.
+        op: a key of `OPS`; None for every op that serving such a cache needs.
         kv_cache_dtype: what `canonicalize_kv_cache_dtype` takes.
         device_type: as torch.device names it.
         compute_capability: of a CUDA device, (9, 0) for an H200. None for that of the current
