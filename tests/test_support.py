@@ -43,6 +43,9 @@ REFUSED = [
     ("cp_gather_and_upconvert_nvfp4_kv_cache", {"head_size": 512}),
     ("cp_gather_and_upconvert_nvfp4_kv_cache", {"dtype": torch.int8}),
     ("gather_and_upconvert_nvfp4_ds_mla", {"dtype": torch.float64}),
+    ("sparse_mla_decode", {"dtype": torch.float32}),
+    ("sparse_mla_decode", {"head_size": 640}),
+    ("merge_attention_states", {"dtype": torch.int32}),
 ]
 
 
@@ -72,6 +75,22 @@ def test_a_head_size_that_an_op_does_not_see_is_refused_all_the_same() -> None:
         )
         == "gather_and_upconvert_nvfp4_ds_mla: wanted head_size 576, the dims of a record, got 512"
     )
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 128])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_any_heads_and_sinks(num_heads: int, has_sink: bool) -> None:
+    assert (
+        supports_combination(
+            op="sparse_mla_decode", device_type="cpu", num_heads=num_heads, has_sink=has_sink
+        )
+        is None
+    )
+
+
+def test_dense_attention_is_not_served() -> None:
+    want = "wanted sparse attention, over the tokens that its indices name, got dense"
+    assert supports_combination(device_type="cpu", use_sparse=False) == f"sparse_mla_decode: {want}"
 
 
 def test_an_op_of_another_format() -> None:
@@ -112,6 +131,7 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As if torch had CUDA, our CUDA library were loaded, and no device were there."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(support, "loaded_libraries", lambda: ("a", "b"))
+    monkeypatch.setattr(support, "_has_cuda_kernel", lambda _: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(_C, "CUDA_ARCHS", ("sm_80", "sm_90a", "sm_100f", "compute_120"))
     return monkeypatch
@@ -128,6 +148,19 @@ def test_a_build_without_the_cuda_library(cuda_build: pytest.MonkeyPatch) -> Non
     reason = supports_combination(op=WRITE, compute_capability=(9, 0))
     assert reason == support.no_cuda_library(WRITE)
     assert reason.startswith(f"{WRITE}: wanted the CUDA library, got a build without it")
+
+
+def test_an_op_without_a_cuda_kernel(cuda_build: pytest.MonkeyPatch) -> None:
+    cuda_build.setattr(support, "_has_cuda_kernel", lambda op: op == WRITE)
+    assert supports_combination(op=WRITE, compute_capability=(9, 0)) is None
+    op = "sparse_mla_decode"
+    reason = supports_combination(op=op, compute_capability=(9, 0))
+    assert reason == f"{op}: wanted a kernel for CUDA, got an op that has one for the CPU alone"
+
+
+def test_the_kernels_that_are_registered_are_seen() -> None:
+    built = len(nvfp4_dsmla.loaded_libraries()) > 1 and torch.version.cuda is not None
+    assert support._has_cuda_kernel(WRITE) == built
 
 
 def test_no_device(cuda_build: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,17 @@ def _gather(op: torch._ops.OpOverload, asked: _Question) -> None:
     op(asked.empty_cache(), _no_index(0), asked.dtype)
 
 
+def _decode(op: torch._ops.OpOverload, asked: _Question) -> None:
+    q = torch.empty(0, 1, asked.num_heads, asked.head_size, dtype=asked.dtype)
+    sink = torch.empty(asked.num_heads) if asked.has_sink else None
+    op(q, asked.empty_cache(), _no_index(0, 1, 0), 1.0, None, sink)
+
+
+def _merge(op: torch._ops.OpOverload, asked: _Question) -> None:
+    out = torch.empty(0, 1, asked.num_heads, asked.cache_format.nope_dim, dtype=asked.dtype)
+    op(out, out.new_empty(out.shape[:-1], dtype=torch.float32), out, out[..., 0].float())
+
+
 @dataclass(frozen=True)
 class _Op:
     """An op, the format it is for, and a call of it that does nothing but check."""
@@ -81,6 +92,9 @@ _OPS: dict[str, _Op] = {
     "gather_and_upconvert_nvfp4_ds_mla": _Op(
         "nvfp4_ds_mla", _gather, serves=True, takes_head_size=False
     ),
+    "sparse_mla_decode": _Op("nvfp4_ds_mla", _decode, serves=True, is_sparse=True),
+    # Only context parallelism needs it.
+    "merge_attention_states": _Op(None, _merge, serves=False, takes_head_size=False),
 }
 
 OPS: dict[str, str | None] = {name: op.format_name for name, op in _OPS.items()}
@@ -163,6 +177,8 @@ def _why_not_on(op: str, device_type: str, capability: tuple[int, int] | None) -
         return f"{op}: wanted a torch with CUDA, got {torch.__version__}, built without it"
     if len(loaded_libraries()) < 2:
         return no_cuda_library(op)
+    if not _has_cuda_kernel(op):
+        return f"{op}: wanted a kernel for CUDA, got an op that has one for the CPU alone"
     if capability is None:
         if not torch.cuda.is_available():
             return f"{op}: wanted a CUDA device, got a machine on which torch sees none"
@@ -173,6 +189,10 @@ def _why_not_on(op: str, device_type: str, capability: tuple[int, int] | None) -
             f"got compute capability {capability[0]}.{capability[1]}"
         )
     return None
+
+
+def _has_cuda_kernel(op: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"nvfp4_dsmla::{op}", "CUDA")
 
 
 def no_cuda_library(op: str) -> str:
