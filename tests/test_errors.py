@@ -26,6 +26,8 @@ Arguments = dict[str, Any]
 WRITE = "concat_and_cache_nvfp4_ds_mla"
 CP_GATHER = "cp_gather_and_upconvert_nvfp4_kv_cache"
 GATHER = "gather_and_upconvert_nvfp4_ds_mla"
+DECODE = "sparse_mla_decode"
+MERGE = "merge_attention_states"
 
 WANTED_CACHE = (
     "wanted uint8 of shape [num_blocks, block_size, 352] or [num_layers, num_blocks, block_size, "
@@ -55,6 +57,20 @@ def good_arguments(op: str, device: torch.device) -> Arguments:
             "seq_starts": two.new_zeros(2),
             "layer": 0,
         }
+    if op == DECODE:
+        return {
+            "q": torch.ones(2, 1, 3, 576, dtype=torch.bfloat16, device=device),
+            "kv_cache": cache,
+            "indices": two.new_zeros(2, 1, 4),
+            "softmax_scale": 0.1,
+            "topk_length": two,
+            "attn_sink": torch.zeros(3, device=device),
+            "layer": 0,
+        }
+    if op == MERGE:
+        out = torch.ones(2, 3, 512, dtype=torch.bfloat16, device=device)
+        lse = torch.zeros(2, 3, device=device)
+        return {"out_a": out, "lse_a": lse, "out_b": out.clone(), "lse_b": lse.clone()}
     return {
         "kv_cache": cache,
         "slots": torch.arange(4, device=device),
@@ -314,6 +330,62 @@ GATHER_CASES = [
 ]
 
 
+def cases(
+    op: str, name: str, wanted: str, *bad: tuple[Callable[[Any], object], str, str]
+) -> list[Refusal]:
+    return [case(op, name, change, f"wanted {wanted}", got, what) for change, got, what in bad]
+
+
+Q = "bfloat16 or float16 of shape [batch, s_q, heads, 576] with a contiguous last dimension"
+COLUMN_MAJOR = "bfloat16 [2, 1, 3, 576] with strides [1728, 1728, 1, 3]"
+INDICES, OF_Q = "int32 of shape [batch, s_q, topk]", "q's batch of 2 and s_q of 1"
+LENGTHS = "int32 of shape [batch] or [batch, s_q], here [2] or [2, 1]"
+SINK = "float32 of shape [heads], here [3]"
+DECODE_CASES = [
+    *cache_cases(DECODE, "kv_cache"),
+    *layer_cases(DECODE, "kv_cache"),
+    *cases(DECODE, "q", Q, (lambda t: t.float(), "float32 [2, 1, 3, 576] with", "float32")),
+    *cases(DECODE, "q", Q, (lambda t: t[0], "bfloat16 [1, 3, 576] with", "three_dims")),
+    *cases(DECODE, "q", Q, (lambda t: t[..., 1:], "bfloat16 [2, 1, 3, 575] with", "width")),
+    *cases(DECODE, "q", Q, (lambda t: t.mT.contiguous().mT, COLUMN_MAJOR, "column_major")),
+    *cases(DECODE, "indices", INDICES, (lambda t: t.long(), "int64 [2, 1, 4] with", "int64")),
+    *cases(DECODE, "indices", INDICES, (lambda t: t[0], "int32 [1, 4] with", "two_dims")),
+    *cases(DECODE, "indices", OF_Q, (lambda t: t[:1], "int32 [1, 1, 4] with", "batch")),
+    *cases(DECODE, "indices", OF_Q, (lambda t: t.expand(2, 2, 4), "int32 [2, 2, 4] with", "s_q")),
+    *cases(
+        DECODE,
+        "topk_length",
+        LENGTHS,
+        (lambda t: t.long(), "int64 [2] with", "int64"),
+        (lambda t: t[:1], "int32 [1] with", "batch"),
+        (lambda t: t.expand(2, 2), "int32 [2, 2] with", "s_q"),
+        (lambda t: t[0], "int32 [] with", "no_dims"),
+    ),
+    *cases(DECODE, "attn_sink", SINK, (lambda t: t.half(), "float16 [3] with", "half")),
+    *cases(DECODE, "attn_sink", SINK, (lambda t: t[:2], "float32 [2] with", "heads")),
+    *cases(DECODE, "attn_sink", SINK, (lambda t: t[None], "float32 [1, 3] with", "two_dims")),
+]
+
+OUT_A = "bfloat16, float16 or float32 of shape [..., 512]"
+OUT_B = "the dtype and shape of out_a (bfloat16 [2, 3, 512])"
+LSE = "float32 of out_a's shape without its last dimension, [2, 3]"
+BAD_LSE = [
+    (lambda t: t.half(), "float16 [2, 3] with", "half"),
+    (lambda t: t[:, :2], "float32 [2, 2] with", "rows"),
+    (lambda t: t[..., None], "float32 [2, 3, 1] with", "dims"),
+]
+MERGE_CASES = [
+    *cases(MERGE, "out_a", OUT_A, (lambda t: t.double(), "float64 [2, 3, 512] with", "float64")),
+    *cases(MERGE, "out_a", OUT_A, (lambda t: t[..., 1:], "bfloat16 [2, 3, 511] with", "width")),
+    *cases(MERGE, "out_a", OUT_A, (lambda t: t[0, 0, 0], "bfloat16 [] with", "no_dims")),
+    *cases(MERGE, "out_b", OUT_B, (lambda t: t.half(), "float16 [2, 3, 512] with", "half")),
+    *cases(MERGE, "out_b", OUT_B, (lambda t: t[:1], "bfloat16 [1, 3, 512] with", "rows")),
+    *cases(MERGE, "out_b", OUT_B, (lambda t: t[0], "bfloat16 [3, 512] with", "dims")),
+    *cases(MERGE, "lse_a", LSE, *BAD_LSE),
+    *cases(MERGE, "lse_b", LSE, *BAD_LSE),
+]
+
+
 def assert_refused(
     call: Callable[..., object], arguments: Arguments, message: str, device: torch.device
 ) -> None:
@@ -329,7 +401,9 @@ def assert_refused(
 
 
 @pytest.mark.parametrize(
-    "refusal", WRITE_CASES + CP_GATHER_CASES + GATHER_CASES, ids=lambda refusal: refusal.name
+    "refusal",
+    WRITE_CASES + CP_GATHER_CASES + GATHER_CASES + DECODE_CASES + MERGE_CASES,
+    ids=lambda refusal: refusal.name,
 )
 def test_a_bad_argument(device: torch.device, refusal: Refusal) -> None:
     arguments = good_arguments(refusal.op, device)
@@ -338,7 +412,7 @@ def test_a_bad_argument(device: torch.device, refusal: Refusal) -> None:
         assert_refused(getattr(ops, refusal.op), arguments, refusal.message, device)
 
 
-@pytest.mark.parametrize("op", [WRITE, CP_GATHER, GATHER])
+@pytest.mark.parametrize("op", [WRITE, CP_GATHER, GATHER, DECODE, MERGE])
 def test_the_good_arguments_are_good(device: torch.device, op: str) -> None:
     """Else the tests above would prove nothing."""
     getattr(nvfp4_dsmla, op)(**good_arguments(op, device))
@@ -348,6 +422,8 @@ TENSORS = [
     (WRITE, "kv_cache", ("kv_c", "k_pe", "slot_mapping")),
     (CP_GATHER, "src_cache", ("dst", "block_table", "workspace_starts", "seq_starts")),
     (GATHER, "kv_cache", ("slots",)),
+    (DECODE, "kv_cache", ("q", "indices", "topk_length", "attn_sink")),
+    (MERGE, "out_a", ("lse_a", "out_b", "lse_b")),
 ]
 ELSEWHERE = [
     pytest.param(op, cache, name, id=f"{op}-{name}")
@@ -397,7 +473,7 @@ def test_a_capacity_that_cuda_cannot_count(device: torch.device) -> None:
         )
 
 
-@pytest.mark.parametrize("op", [WRITE, CP_GATHER, GATHER])
+@pytest.mark.parametrize("op", [WRITE, CP_GATHER, GATHER, DECODE, MERGE])
 def test_arguments_are_given_by_name(device: torch.device, op: str) -> None:
     with pytest.raises(TypeError, match="positional"):
         getattr(nvfp4_dsmla, op)(*good_arguments(op, device).values())

@@ -1,0 +1,368 @@
+"""sparse_mla_decode: attention to the records that the indices select, and to nothing else.
+
+The oracle is in float64 over reference.decode's latents. What may differ from it is said once, in
+`assert_attention`. What must not depend on something (a record that is not selected, the rows
+beside a row, the number of threads) is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import nvfp4_dsmla
+from cases import BF16, FP16, INT32, Case, assert_memory_equal, copies_of
+from compare import assert_latents_equal
+from decode_cases import DECODES, Q_LAYOUTS, decode_arguments
+from nvfp4_dsmla import reference
+from nvfp4_dsmla.layout import NOPE_DIM, RECORD_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Arguments = dict[str, Any]
+
+ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11}  # half a step of out, relative
+
+
+class Attention(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    magnitude: Tensor  # sum of weight * |value|: what errors of the weights are relative to
+
+
+def attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    layer: int,
+) -> Attention:
+    """In float64, a row at a time, over the tokens of that row alone."""
+    records = (kv_cache if kv_cache.dim() == 3 else kv_cache[layer]).reshape(-1, RECORD_BYTES)
+    latents = reference.decode(records, torch.float32).double()
+    batch, s_q, heads, _ = q.shape
+    out = torch.zeros(batch, s_q, heads, NOPE_DIM, dtype=torch.float64)
+    lse = torch.full((batch, s_q, heads), -math.inf, dtype=torch.float64)
+    magnitude = torch.zeros_like(out)
+    for b in range(batch):
+        for s in range(s_q):
+            slots = indices[b, s]
+            if topk_length is not None:
+                length = topk_length[b] if topk_length.dim() == 1 else topk_length[b, s]
+                slots = slots[: max(int(length), 0)]
+            keys = latents[slots[(slots >= 0) & (slots < len(latents))].long()]
+            if len(keys) == 0:
+                continue
+            scores = q[b, s].double() @ keys.T * softmax_scale
+            lse[b, s] = scores.logsumexp(dim=-1)
+            weights = scores.softmax(dim=-1)
+            if attn_sink is not None:
+                weights = weights * torch.sigmoid(lse[b, s] - attn_sink.double())[:, None]
+            out[b, s] = weights @ keys[:, :NOPE_DIM]
+            magnitude[b, s] = weights @ keys[:, :NOPE_DIM].abs()
+    return Attention(out, lse, magnitude)
+
+
+def assert_attention(got: tuple[Tensor, Tensor], want: Attention, device: torch.device) -> None:
+    """Out is rounded once to its dtype, after weights with errors of their own.
+
+    On the CPU the weights are fp32: a score is a sum of 576 products and so off by a few 2^-24 of
+    the sum of their magnitudes, which here is below 100; that is what a weight is off by,
+    relatively. CUDA rounds the weights to 16 bits, at the least to bfloat16's 2^-9.
+    """
+    out, lse = (part.cpu() for part in got)
+    on_cpu = device.type == "cpu"
+    weight_error = 2.0**-16 if on_cpu else 2.0**-8
+    lse_error = 2.0**-16 if on_cpu else 2.0**-12
+    bound = ROUNDING[out.dtype] * want.out.abs() + weight_error * want.magnitude + 1e-7
+    excess = (out.double() - want.out).abs() - bound
+    assert not (excess > 0).any(), f"out is off by {excess.max():g} more than its bound"
+    assert not out.isnan().any()
+    torch.testing.assert_close(lse.double(), want.lse, rtol=lse_error, atol=lse_error)
+    empty = want.lse.isneginf()
+    assert not out[empty].view(torch.int16).any(), "a row without a token is not +0"
+
+
+def decode(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    # NaN where an allocator is likely to put the outputs.
+    q = arguments["q"]
+    torch.full((*q.shape[:-1], NOPE_DIM), torch.nan, dtype=q.dtype, device=q.device)
+    torch.full(q.shape[:-1], torch.nan, device=q.device)
+    return nvfp4_dsmla.sparse_mla_decode(**arguments)
+
+
+def check(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """Right values, in new contiguous tensors; no argument changes."""
+    before = copies_of(arguments)
+    q = arguments["q"]
+    got = decode(arguments)
+    assert_attention(got, attention(**before), q.device)
+    for part, dtype in zip(got, (q.dtype, torch.float32), strict=True):
+        assert part.is_contiguous()
+        assert (part.dtype, part.device) == (dtype, q.device)
+    for name, argument in arguments.items():
+        if isinstance(argument, Tensor):
+            assert_memory_equal(argument, before[name], name)
+    return got
+
+
+def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    for got_part, want_part in zip(got, want, strict=True):
+        assert_latents_equal(got_part, want_part)
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", DECODES, ids=lambda case: case.name)
+def test_sample(device: torch.device, case: Case, generator: torch.Generator) -> None:
+    check(case.make(generator, device))
+
+
+@pytest.mark.parametrize("topk", [0, 1, 63, 64, 65, 300])
+@pytest.mark.parametrize("heads", [1, 3, 8, 16, 17, 64, 128])
+def test_sizes(device: torch.device, heads: int, topk: int, generator: torch.Generator) -> None:
+    """Around the sizes of tiles and parts, on every kernel's number of heads."""
+    check(
+        decode_arguments(
+            generator,
+            device,
+            heads=heads,
+            topk=topk,
+            num_blocks=4,
+            block_size=64,
+            s_q=1 + heads % 2,
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("topk", [2048, 20_000])
+def test_long_rows(
+    device: torch.device, topk: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    check(
+        decode_arguments(
+            generator,
+            device,
+            batch=1,
+            heads=16,
+            topk=topk,
+            dtype=dtype,
+            num_blocks=50,
+            block_size=64,
+        )
+    )
+
+
+@pytest.mark.parametrize("q_layout", Q_LAYOUTS)
+@pytest.mark.parametrize("block_size", [1, 16, 64, 100])
+def test_block_sizes_and_query_layouts(
+    device: torch.device, block_size: int, q_layout: str, generator: torch.Generator
+) -> None:
+    check(
+        decode_arguments(
+            generator,
+            device,
+            s_q=2,
+            topk=70,
+            num_blocks=-(-100 // block_size),
+            block_size=block_size,
+            num_layers=2,
+            layer=1,
+            q_layout=q_layout,
+        )
+    )
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.05, 0.3, 3.0, 1e-30])
+def test_scales(device: torch.device, scale: float, generator: torch.Generator) -> None:
+    """3: scores in the hundreds, all weight on few tokens. The error of a score grows with it."""
+    arguments = decode_arguments(generator, device, heads=17, topk=100, scale=scale)
+    if scale < 1:
+        check(arguments)
+        return
+    want = attention(**copies_of(arguments))
+    out, lse = decode(arguments)
+    torch.testing.assert_close(out.double().cpu(), want.out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double().cpu(), want.lse, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [None, "request", "row"])
+@pytest.mark.parametrize("sink", [-math.inf, -3.0, 0.0, 8.0, 200.0, math.inf])
+def test_sink(
+    device: torch.device, sink: float, lengths: str | None, generator: torch.Generator
+) -> None:
+    values = {None: None, "request": [0, 70], "row": [[65, 0], [-4, 1]]}[lengths]
+    arguments = decode_arguments(
+        generator, device, s_q=2, heads=5, topk=70, lengths=values, sink=[sink] * 5
+    )
+    got = check(arguments)
+    assert_latents_equal(got[1], decode({**arguments, "attn_sink": None})[1])
+    if sink == math.inf:
+        assert not got[0].any()
+
+
+def test_a_slot_named_twice_counts_twice(device: torch.device, generator: torch.Generator) -> None:
+    once = decode_arguments(generator, device, topk=1, indices=[5])
+    twice = {**once, "indices": once["indices"].repeat(1, 1, 2)}
+    torch.testing.assert_close(decode(twice)[0], decode(once)[0], rtol=0, atol=0)
+    torch.testing.assert_close(decode(twice)[1], decode(once)[1] + math.log(2), rtol=0, atol=2e-6)
+
+
+# ---- what is no token, and what is not selected ------------------------------------------------
+
+
+def test_indices_outside_the_cache_are_no_tokens(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    outside = [-1, INT32.min, INT32.max, 48, 49, -48]
+    arguments = decode_arguments(generator, device, heads=16, topk=6, indices=outside)
+    out, lse = check(arguments)
+    assert not out.any()
+    assert lse.isneginf().all()
+    arguments["indices"][..., 3] = 47
+    check(arguments)
+
+
+def test_records_that_are_not_selected_reach_nothing(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """Slots 0, 3 and 40 are selected; 17 is, but past topk_length. All others become NaN."""
+    arguments = decode_arguments(
+        generator, device, heads=17, topk=5, indices=[40, -1, 0, 3, 17], lengths=[4, 4]
+    )
+    want = decode(arguments)
+    cache = arguments["kv_cache"].view(-1, RECORD_BYTES)
+    kept = cache[[0, 3, 40]].clone()
+    cache.fill_(0xFF)
+    cache[[0, 3, 40]] = kept
+    assert_same(decode(arguments), want)
+
+
+@pytest.mark.parametrize("byte", [256, 319, 320, 351])
+def test_a_nan_reaches_its_own_rows_only(
+    device: torch.device, byte: int, generator: torch.Generator
+) -> None:
+    arguments = decode_arguments(generator, device, batch=3, s_q=2, heads=17, topk=70)
+    arguments["indices"].remainder_(47)  # slot 47 nowhere yet
+    want = decode(arguments)
+    arguments["indices"][1, 1, 66] = 47
+    arguments["kv_cache"].view(-1, RECORD_BYTES)[47, byte] = 0x7F
+    out, lse = decode(arguments)
+    assert out[1, 1].isnan().all()
+    assert lse[1, 1].isnan().all()
+    others = [0, 1, 2, 4, 5]
+    assert_same(
+        (out.flatten(0, 1)[others], lse.flatten(0, 1)[others]),
+        (want[0].flatten(0, 1)[others], want[1].flatten(0, 1)[others]),
+    )
+
+
+def test_cache_of_more_than_two_to_the_31_bytes(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    arguments = decode_arguments(generator, device, topk=2, num_blocks=2, indices=[0, 31])
+    small = arguments["kv_cache"]
+    stride = 2**31 + RECORD_BYTES
+    memory = torch.empty(stride + 16 * RECORD_BYTES, dtype=torch.uint8, device=device)
+    large = memory.as_strided(small.shape, (stride, RECORD_BYTES, 1))
+    large.copy_(small)
+    assert_same(decode({**arguments, "kv_cache": large}), decode(arguments))
+
+
+# ---- what a row does not depend on -------------------------------------------------------------
+
+
+def test_two_calls_give_the_same_bits(device: torch.device, generator: torch.Generator) -> None:
+    arguments = decode_arguments(
+        generator, device, batch=3, heads=40, topk=2000, num_blocks=20, block_size=64
+    )
+    assert_same(decode(arguments), decode(arguments))
+
+
+def test_a_row_alone_and_in_a_batch(device: torch.device, generator: torch.Generator) -> None:
+    """The CPU cuts every row in the same way. CUDA has more splits for fewer rows, so the sums are
+    taken in another order, and a weight may be rounded to 16 bits against another maximum."""
+    arguments = decode_arguments(
+        generator, device, batch=5, s_q=2, heads=17, topk=700, num_blocks=20, block_size=64
+    )
+    out, lse = decode(arguments)
+    alone = decode(
+        {
+            **arguments,
+            "q": arguments["q"][3:4, 1:],
+            "indices": arguments["indices"][3:4, 1:],
+        }
+    )
+    if device.type == "cpu":
+        assert_same(alone, (out[3:4, 1:], lse[3:4, 1:]))
+    else:
+        torch.testing.assert_close(alone[0], out[3:4, 1:], rtol=2**-7, atol=2**-9)
+        torch.testing.assert_close(alone[1], lse[3:4, 1:], rtol=2**-12, atol=2**-12)
+
+
+def test_a_head_alone_and_among_others(generator: torch.Generator) -> None:
+    """Heads are padded, and kernels differ by their number: those for 8 heads and fewer, too."""
+    cpu = torch.device("cpu")
+    arguments = decode_arguments(generator, cpu, heads=40, topk=100)
+    out, lse = decode(arguments)
+    for heads in (slice(33, 34), slice(2, 7), slice(3, 19)):
+        part = decode({**arguments, "q": arguments["q"][:, :, heads]})
+        assert_same(part, (out[:, :, heads], lse[:, :, heads]))
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_the_number_of_threads_changes_no_bit(generator: torch.Generator) -> None:
+    arguments = decode_arguments(
+        generator, torch.device("cpu"), batch=3, heads=9, topk=1500, num_blocks=9, block_size=64
+    )
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(decode(arguments))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+def test_more_rows_than_are_taken_at_a_time(generator: torch.Generator) -> None:
+    """128 heads and 64 parts a row: the CPU takes four rows at a time, so here three times."""
+    arguments = decode_arguments(generator, torch.device("cpu"), batch=9, heads=128, topk=16_384)
+    places = torch.arange(0, 16_384, 1021)
+    arguments["indices"].fill_(-1)
+    arguments["indices"][..., places] = torch.arange(9 * 17).remainder(48).int().view(9, 1, 17)
+    check(arguments)
+
+
+# ---- against the package's own reference -------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_the_reference_in_fp32(
+    device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Over all of out, relative: 2.1e-3 is what the public fp8 kernel is off by, most of it the
+    rounding of out to bfloat16."""
+    arguments = decode_arguments(
+        generator, device, batch=2, heads=16, topk=500, dtype=dtype, num_blocks=20, block_size=64
+    )
+    out, lse = decode(arguments)
+    wide = {**arguments, "q": arguments["q"].float()}
+    want_out, want_lse = reference.attention(**wide)
+    error = (out.float() - want_out).norm() / want_out.norm()
+    assert error <= (2.1e-3 if dtype == BF16 or device.type == "cuda" else 3e-4)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
