@@ -1,0 +1,125 @@
+"""Measures nvfp4_dsmla. Run from a checkout: `python -m benchmarks all --out results`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks import cache as cache_benchmark
+from benchmarks import cpu as cpu_benchmark
+from benchmarks import host as host_benchmark
+from benchmarks.comparison import Comparison, HostCost
+from benchmarks.plot import draw
+from benchmarks.report import Report, progress_line
+
+Results = Iterator[Comparison | HostCost]
+
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes, nothing slow to compile.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
+Json = Annotated[Path | None, typer.Option(help="Write all numbers to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw a PNG into this file.")]
+Out = Annotated[Path | None, typer.Option(help="Both, as benchmarks.json and .png in this folder.")]
+
+app = typer.Typer(
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+def cache(
+    device: Device = "",
+    quick: Quick = False,
+    json: Json = None,
+    plot: Plot = None,
+    out: Out = None,
+) -> None:
+    """Time the write and the gathers over sizes, layouts and dtypes."""
+    on = _device(device)
+    _measure([lambda: cache_benchmark.run(on, quick=quick)], json, plot, out)
+
+
+def host(
+    device: Device = "",
+    quick: Quick = False,
+    json: Json = None,
+    plot: Plot = None,
+    out: Out = None,
+) -> None:
+    """Time what a call costs the host, from Python and in a compiled graph."""
+    on = _device(device)
+    _measure([lambda: host_benchmark.run(on, quick=quick)], json, plot, out)
+
+
+def cpu(quick: Quick = False, json: Json = None, plot: Plot = None, out: Out = None) -> None:
+    """Time the CPU's kernels on one thread and on all."""
+    _measure([lambda: cpu_benchmark.run(quick=quick)], json, plot, out)
+
+
+def run_all(
+    device: Device = "",
+    quick: Quick = False,
+    json: Json = None,
+    plot: Plot = None,
+    out: Out = None,
+) -> None:
+    """Do all three."""
+    on = _device(device)
+    _measure(
+        [
+            lambda: cache_benchmark.run(on, quick=quick),
+            lambda: host_benchmark.run(on, quick=quick),
+            lambda: cpu_benchmark.run(quick=quick),
+        ],
+        json,
+        plot,
+        out,
+    )
+
+
+def show(report: Path, plot: Plot = None) -> None:
+    """Print the tables of a JSON file again, and draw its plot."""
+    loaded = Report.load(report)
+    _print_tables(loaded)
+    if plot is not None:
+        draw(loaded, plot)
+
+
+def _device(name: str) -> torch.device:
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _measure(
+    benchmarks: list[Callable[[], Results]], json: Path | None, plot: Path | None, out: Path | None
+) -> None:
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    report = Report()
+    json = json or (out / "benchmarks.json" if out else None)
+    plot = plot or (out / "benchmarks.png" if out else None)
+    for run in benchmarks:
+        for result in run():
+            progress.print(progress_line(result))
+            report.add(result)
+        if json is not None:  # after each, so that one that fails leaves the others' numbers
+            report.save(json)
+    _print_tables(report)
+    if plot is not None:
+        draw(report, plot)
+
+
+def _print_tables(report: Report) -> None:
+    console = Console(width=None if Console().is_terminal else 220)
+    console.print_json(data=report.machine)
+    for table in report.tables():
+        console.print(table)
+
+
+for command in (cache, host, cpu, show):
+    app.command()(command)
+app.command("all")(run_all)
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks")

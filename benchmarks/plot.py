@@ -1,0 +1,97 @@
+"""Results as a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.subjects import BASELINES, COPY, EMPTY, OURS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import SubFigure
+
+    from benchmarks.comparison import Comparison, HostCost
+    from benchmarks.report import Report
+
+PANEL_INCHES = 4.5
+SERIES = (OURS, COPY, *BASELINES, EMPTY)
+
+Row = dict[str, list["Comparison"]]  # a panel's title -> its comparisons, by tokens
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draws a PNG: times over tokens and the share of the copy's speed, then the host's costs.
+
+    Raises:
+        ValueError: the report holds nothing to draw.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = rows_of(report.comparisons)
+    heights = [1.8] * len(rows) + [1.0] * bool(report.host_costs)
+    if not heights:
+        raise ValueError("nothing to draw: the report holds no comparison of a plain case")
+    size = (3 * PANEL_INCHES, PANEL_INCHES * sum(heights))
+    figure = plt.figure(figsize=size, layout="constrained")
+    machine = report.machine
+    where = machine.get("gpu") or machine["cpu"]
+    figure.suptitle(f"nvfp4_dsmla on {where}, torch {machine['torch']}, {machine['date']}")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, (title, row) in zip(parts, rows.items(), strict=False):
+        part.suptitle(title)
+        _draw_comparisons(part, row)
+    if report.host_costs:
+        _draw_host_costs(parts[-1], report.host_costs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def rows_of(comparisons: list[Comparison]) -> dict[str, Row]:
+    """A row's title -> its panels. Sweeps over layouts and dtypes are left to the tables."""
+    rows: dict[str, Row] = {}
+    for c in comparisons:
+        case = c.case
+        layout = "shuffled" if c.benchmark == "cpu" else "contiguous"
+        plain = (case.layout, case.block_size, case.dtype) == (layout, 64, "bfloat16")
+        if plain and case.requests in (0, 16):
+            threads = "" if c.threads is None else f", {c.threads} threads"
+            row = rows.setdefault(f"{c.benchmark}: {c.clock} time{threads}", {})
+            row.setdefault(case.name, []).append(c)
+    for row in rows.values():
+        for group in row.values():
+            group.sort(key=lambda c: c.case.tokens)
+    return rows
+
+
+def _draw_comparisons(part: SubFigure, row: Row) -> None:
+    axes = part.subplots(2, len(row), squeeze=False, sharex="col")
+    for (times, shares), (title, group) in zip(axes.T, row.items(), strict=True):
+        for i, name in enumerate(SERIES):
+            points = [(c.case.tokens, c.timings[name].us) for c in group if name in c.timings]
+            if points:
+                wide = {"linewidth": 2.5, "zorder": 3} if name == OURS else {"linewidth": 1.0}
+                style = {"marker": ".", "color": f"C{i}", "label": name, **wide}
+                times.plot(*zip(*points, strict=True), **style)
+        times.set(title=title, xscale="log", yscale="log", ylabel="microseconds a call")
+        times.legend(fontsize="small", frameon=False)
+        percents = [(c.case.tokens, c.percent_of_copy) for c in group if COPY in c.timings]
+        if percents:
+            shares.plot(*zip(*percents, strict=True), marker=".", linewidth=2.5)
+        shares.axhline(100, color="grey", linewidth=1)
+        shares.set(xlabel="tokens", ylabel="% of the copy's speed", ylim=(0, 115))
+        for axis in (times, shares):
+            axis.grid(visible=True, alpha=0.3)
+
+
+def _draw_host_costs(part: SubFigure, costs: list[HostCost]) -> None:
+    axis = part.subplots()
+    names = [f"{c.op}, {c.where}, {c.tokens} tokens: {c.subject}" for c in costs]
+    bars = axis.barh(names, [c.timing.us for c in costs])
+    axis.bar_label(bars, fmt="%.2f", padding=3)
+    axis.invert_yaxis()
+    axis.set(title=f"host cost on {costs[0].device}", xlabel="microseconds a call")

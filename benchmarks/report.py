@@ -1,0 +1,174 @@
+"""Results as a file and as tables."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import nvfp4_dsmla
+from benchmarks.comparison import Comparison, HostCost
+from benchmarks.subjects import BASELINES, COPY, EMPTY, OURS, PLAIN_CALL
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def machine_facts() -> dict[str, Any]:
+    """Where and with what the numbers came about."""
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": os.environ.get("NVFP4_DSMLA_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        "nvfp4_dsmla": nvfp4_dsmla.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cpu": _cpu_name(),
+        "cpu_threads": torch.get_num_threads(),
+        "system": platform.platform(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts |= {
+            "gpu": properties.name,
+            "gpu_multiprocessors": properties.multi_processor_count,
+            "gpu_l2_bytes": properties.L2_cache_size,
+            "driver": (_output(*query) or "").partition("\n")[0] or None,
+            "cuda": torch.version.cuda,
+        }
+    return facts
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+@dataclass
+class Report:
+    """All that one run found out."""
+
+    machine: dict[str, Any] = field(default_factory=machine_facts)
+    comparisons: list[Comparison] = field(default_factory=list)
+    host_costs: list[HostCost] = field(default_factory=list)
+
+    def add(self, result: Comparison | HostCost) -> None:
+        if isinstance(result, Comparison):
+            self.comparisons.append(result)
+        else:
+            self.host_costs.append(result)
+
+    def save(self, path: Path) -> None:
+        """Writes JSON: machine, comparisons, host_costs."""
+        data = {
+            "machine": self.machine,
+            "comparisons": [c.to_json() for c in self.comparisons],
+            "host_costs": [c.to_json() for c in self.host_costs],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> Report:
+        """Reads what `save` wrote."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return Report(
+            machine=data["machine"],
+            comparisons=[Comparison.from_json(c) for c in data["comparisons"]],
+            host_costs=[HostCost.from_json(c) for c in data["host_costs"]],
+        )
+
+    def tables(self) -> list[Table]:
+        """For rich: one of each kind of comparison, and one of the host's costs."""
+        groups: dict[tuple[str, int | None], list[Comparison]] = {}
+        for c in self.comparisons:
+            groups.setdefault((c.benchmark, c.threads), []).append(c)
+        tables = [_comparison_table(group) for group in groups.values()]
+        return [*tables, _host_table(self.host_costs)] if self.host_costs else tables
+
+
+def progress_line(result: Comparison | HostCost) -> str:
+    """One result in a line, for who waits for the table."""
+    if isinstance(result, HostCost):
+        what = f"{result.op}, {result.where}, {result.subject}, {result.tokens} tokens"
+        return f"{what}: {result.timing.us:.2f} us"
+    case = result.case
+    where = f"{case.layout}, block_size {case.block_size}, {case.dtype}"
+    threads = "" if result.threads is None else f", {result.threads} threads"
+    share = result.percent_of_copy
+    percent = "" if share is None else f" = {share:.0f}% of the copy"
+    us = result.timings[OURS].us
+    return f"{case.name}, {case.tokens} tokens, {where}{threads}: {us:.2f} us{percent}"
+
+
+def _comparison_table(comparisons: list[Comparison]) -> Table:
+    from rich.table import Table
+
+    first = comparisons[0]
+    threads = "" if first.threads is None else f", {first.threads} threads"
+    extra = [name for name in (EMPTY, PLAIN_CALL) if any(name in c.timings for c in comparisons)]
+    baselines = [name for name in BASELINES if any(name in c.timings for c in comparisons)]
+    table = Table(title=f"{first.benchmark}: {first.clock} time{threads}")
+    for name in ("operation", "tokens", "layout", "dtype"):
+        table.add_column(name, justify="right" if name == "tokens" else "left")
+    numbers = ["us", "10% .. 90%", "GB/s", "copy, us", "% of copy"]
+    numbers += [f"{name}, us" for name in extra] + [f"x {name}" for name in baselines]
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for c in comparisons:
+        ours = c.timings[OURS]
+        faster = c.times_faster_than
+        table.add_row(
+            c.case.name,
+            f"{c.case.tokens:,}",
+            f"{c.case.layout}, {c.case.block_size}",
+            c.case.dtype,
+            _number(ours.us),
+            f"{_number(ours.low)} .. {_number(ours.high)}",
+            f"{c.gb_per_s:,.0f}" if c.gb_per_s >= 10 else f"{c.gb_per_s:.2f}",
+            _number(c.timings[COPY].us) if COPY in c.timings else "",
+            "" if c.percent_of_copy is None else f"{c.percent_of_copy:.1f}",
+            *(_number(c.timings[name].us) if name in c.timings else "" for name in extra),
+            *(f"{faster[name]:.2f}" if name in faster else "" for name in baselines),
+        )
+    return table
+
+
+def _host_table(costs: list[HostCost]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="host: microseconds of a call")
+    for name in ("device", "operation", "where", "tokens", "subject"):
+        table.add_column(name, justify="right" if name == "tokens" else "left")
+    for name in ("us", "10% .. 90%"):
+        table.add_column(name, justify="right")
+    for c in costs:
+        spread = f"{c.timing.low:.2f} .. {c.timing.high:.2f}"
+        row = (c.device, c.op, c.where, str(c.tokens), c.subject, f"{c.timing.us:.2f}", spread)
+        table.add_row(*row)
+    return table
+
+
+def _number(us: float) -> str:
+    return f"{us:.2f}" if us < 100 else f"{us:,.0f}"

@@ -1,0 +1,217 @@
+"""The benchmarks measure what they say: their arithmetic, their cases, and that each part runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import nvfp4_dsmla
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `pytest` alone doesn't put the checkout there
+from benchmarks import cpu, subjects
+from benchmarks.cases import Case, buffer_sets, device_cases
+from benchmarks.comparison import Comparison, HostCost
+from benchmarks.report import Report, progress_line
+from benchmarks.timing import Timing, time_calls, time_loops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CPU = torch.device("cpu")
+
+
+def took(us: float) -> Timing:
+    return Timing(us=us, low=us, high=us, samples=1)
+
+
+KNOWN = Comparison(
+    benchmark="cache",
+    case=Case("write", 1000),
+    clock="device",
+    threads=None,
+    timings={
+        subjects.OURS: took(2.0),
+        subjects.PLAIN_CALL: took(10.0),
+        subjects.COPY: took(1.5),
+        subjects.COMPILED: took(30.0),
+    },
+)
+HOST_COST = HostCost("write", "an op", "eager", 0, "cpu", took(3.0))
+
+
+def test_what_follows_from_known_times() -> None:
+    assert KNOWN.percent_of_copy == 75.0
+    assert KNOWN.gb_per_s == pytest.approx(1000 * (1152 + 352 + 8) / 2e-6 / 1e9)
+    assert KNOWN.times_faster_than == {subjects.COPY: 0.75, subjects.COMPILED: 15.0}
+
+
+def test_no_copy_no_percentage() -> None:
+    alone = Comparison("cpu", Case("write", 1), "host", 1, {subjects.OURS: took(2.0)})
+    assert alone.percent_of_copy is None
+    assert "copy" not in progress_line(alone)
+
+
+@pytest.mark.parametrize(
+    ("case", "bytes_a_token"),
+    [
+        (Case("write", 7), 1152 + 352 + 8),
+        (Case("write", 7, dtype="float32"), 2304 + 352 + 8),
+        (Case("gather", 7, requests=16), 1152 + 352),
+        (Case("gather", 7), 1152 + 352 + 8),
+    ],
+)
+def test_least_traffic(case: Case, bytes_a_token: int) -> None:
+    assert case.bytes == 7 * bytes_a_token
+
+
+def test_timing_is_the_median_and_the_tenths() -> None:
+    timing = Timing.of([float(i) for i in range(100, -1, -1)])
+    assert (timing.low, timing.us, timing.high, timing.samples) == (10, 50, 90, 101)
+    assert Timing.of([1.0, 2.0]).us == 1.5
+    assert Timing.of([4.0]) == took(4.0)
+
+
+def test_calls_take_turns_over_all_their_buffers() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    subjects_of = {"a": [call("a0"), call("a1"), call("a2")], "b": [call("b")]}
+    timings = time_calls(subjects_of, seconds=0.0)
+    assert set(timings) == {"a", "b"}
+    warm_up, timed = order[:4], order[4:]
+    assert warm_up == ["a0", "a2", "b", "b"]
+    assert timed[:6] == ["a0", "b", "a1", "b", "a2", "b"]
+    assert timings["b"].samples == len(timed) / 2
+
+
+def test_loop_time_is_of_one_call() -> None:
+    slow = time_loops({"": lambda: sum(range(20_000))}, repeats=3, seconds=0.005)[""]
+    fast = time_loops({"": lambda: None}, repeats=3, seconds=0.005)[""]
+    assert fast.us < slow.us / 20
+
+
+def test_every_target_is_among_the_cases() -> None:
+    for quick in (False, True):
+        cases = device_cases(quick=quick)
+        assert len(cases) == len(set(cases))
+        for tokens in (64, 8192, 131072):
+            assert {Case("write", tokens), Case("gather", tokens, requests=16)} <= set(cases)
+        assert {c.layout for c in cases} == {"contiguous", "layer view", "shuffled"}
+        assert Case("gather", 131072, requests=256) in cases
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "layer view", "shuffled"])
+@pytest.mark.parametrize("requests", [0, 1, 16])
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_buffers_are_consistent(tokens: int, requests: int, layout: str) -> None:
+    case = Case("gather", tokens, layout, block_size=4, requests=requests)
+    for b in buffer_sets(case, CPU, 2):
+        starts = [*b.workspace_starts.tolist(), tokens]
+        assert starts[0] == 0
+        assert starts == sorted(starts)
+        lengths = [end - start for start, end in pairwise(starts)]
+        slots = [
+            nvfp4_dsmla.slot_mapping_from_block_table(
+                block_table=b.block_table[r : r + 1], positions=torch.arange(n)[None], block_size=4
+            ).flatten()
+            for r, n in enumerate(lengths)
+        ]
+        assert torch.equal(b.slots, torch.cat(slots))
+        assert len(set(b.slots.tolist())) == tokens
+        assert b.slots.max() < b.cache.shape[-3] * 4
+        assert (b.cache.dim() == 4) == (layout == "layer view")
+        # What is gathered is there: everywhere else the cache is zero.
+        assert (subjects.ours(case, b)() is not None) == (requests == 0)
+        subjects.check(case, b)
+        assert b.dst.abs().sum() > 0 or requests == 0
+
+
+def test_a_wrong_op_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("write", 3)
+    (buffers,) = buffer_sets(case, CPU, 1)
+    subjects.check(case, buffers)
+    monkeypatch.setattr(subjects, "ours", lambda *_: lambda: None)
+    with pytest.raises(AssertionError, match="differ"):
+        subjects.check(case, buffers)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Report:
+    report = Report()
+    for case in (
+        Case("write", 3, "shuffled"),
+        Case("gather", 3, "shuffled", requests=16),
+        Case("gather", 3, "shuffled"),
+    ):
+        report.add(cpu.measure(case, "cpu", with_reference=False, seconds=0.0))
+    report.add(HOST_COST)
+    return report
+
+
+def test_the_file_has_what_it_is_to_have(measured: Report, tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "results.json"
+    measured.save(path)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert set(data) == {"machine", "comparisons", "host_costs"}
+    assert {"date", "commit", "torch", "python", "cpu", "cpu_threads"} <= set(data["machine"])
+    assert len(data["comparisons"]) == 3
+    for c in data["comparisons"]:
+        copy, ours = (c["timings"][name]["us"] for name in (subjects.COPY, subjects.OURS))
+        assert c["percent_of_copy"] == pytest.approx(100 * copy / ours)
+        assert c["gb_per_s"] == pytest.approx(c["bytes"] / ours / 1e3)
+        assert {subjects.COPY, subjects.UNPACKED} == set(c["times_faster_than"])
+        assert c["timings"][subjects.OURS]["samples"] >= 7
+    assert Report.load(path) == measured
+
+
+def test_the_plot_is_a_png(measured: Report, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import draw
+
+    for name, report in {
+        "all": measured,
+        "host": Report(machine=measured.machine, host_costs=[HOST_COST]),
+        "comparisons": Report(machine=measured.machine, comparisons=[KNOWN]),
+    }.items():
+        path = tmp_path / f"{name}.png"
+        draw(report, path)
+        assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw(Report(machine=measured.machine), tmp_path / "nothing.png")
+
+
+def test_the_tables_show_the_numbers(measured: Report) -> None:
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(width=300)
+    report = Report(machine=measured.machine, comparisons=[KNOWN], host_costs=[HOST_COST])
+    with console.capture() as captured:
+        console.print(*report.tables())
+    text = captured.get()
+    for number in ("75.0", "15.00", "756", "3.00"):
+        assert f" {number} " in text
+
+
+def test_the_command_line_prints_a_saved_report(measured: Report, tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    testing = pytest.importorskip("typer.testing")
+    from benchmarks.__main__ import app
+
+    path = tmp_path / "results.json"
+    measured.save(path)
+    picture = tmp_path / "results.png"
+    result = testing.CliRunner().invoke(app, ["show", str(path), "--plot", str(picture)])
+    assert result.exit_code == 0, result.output
+    assert "gather, 16 requests" in result.output
+    assert picture.is_file()
+    for command in ("cache", "host", "cpu", "all"):
+        help_of = testing.CliRunner().invoke(app, [command, "--help"])
+        assert help_of.exit_code == 0, help_of.output
