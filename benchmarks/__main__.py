@@ -100,11 +100,13 @@ def _measure(
     json = json or (out / "benchmarks.json" if out else None)
     plot = plot or (out / "benchmarks.png" if out else None)
     for run in benchmarks:
-        for result in run():
-            progress.print(progress_line(result))
-            report.add(result)
-        if json is not None:  # after each, so that one that fails leaves the others' numbers
-            report.save(json)
+        try:
+            for result in run():
+                progress.print(progress_line(result))
+                report.add(result)
+        finally:  # what was measured stays, whatever comes after
+            if json is not None:
+                report.save(json)
     _print_tables(report)
     if plot is not None:
         draw(report, plot)

@@ -61,4 +61,5 @@ def measure(
         for name, compiled in ((subjects.COMPILED, True), (subjects.EAGER, False)):
             reference = subjects.reference_of(case, compiled=compiled)
             timings[name] = ceiling.time([reference(b) for b in sets], case.bytes)
+        torch.cuda.empty_cache()
     return Comparison("cache", case, "device", None, timings)

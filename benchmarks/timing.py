@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[], object]
 
-WARM_REPLAYS = 5
+WARM_SECONDS = 0.05  # a GPU that idled, while something was compiled say, has slowed its clock
 REPLAYS = 25
 LEAST_TURNS = 7
 MOST_TURNS = 500
@@ -58,9 +58,13 @@ def time_graph(calls: Sequence[Call], *, before: Call | None = None) -> Timing:
     with torch.cuda.graph(graph):
         # Held, so that a call which allocates its output doesn't get the memory of the last one's.
         held = [call() for call in calls]
+    warm = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < warm:
+        graph.replay()
+        torch.cuda.synchronize()
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(WARM_REPLAYS + REPLAYS)
+        for _ in range(1 + REPLAYS)
     ]
     for start, end in events:
         if before is not None:
@@ -70,7 +74,8 @@ def time_graph(calls: Sequence[Call], *, before: Call | None = None) -> Timing:
         end.record()
     torch.cuda.synchronize()
     del held
-    milliseconds = (start.elapsed_time(end) for start, end in events[WARM_REPLAYS:])
+    # Not the first, before which the device had nothing to do while the host launched.
+    milliseconds = (start.elapsed_time(end) for start, end in events[1:])
     return Timing.of([ms * 1e3 / len(calls) for ms in milliseconds])
 
 
