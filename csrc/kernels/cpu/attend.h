@@ -9,6 +9,11 @@
 // Both products keep a block of sums in registers while they run over what is summed. A sum is
 // taken in the order of dimensions, respectively of tokens, so it does not depend on which heads or
 // rows are computed beside it.
+//
+// One core of an EPYC (Zen 4, g++ 12, 2026-11-29) does at most 114 GFLOP/s of fp32 multiply-adds.
+// Of these it does 91 here with 128 heads and 95 with 16, topk 2048 of 16,384 tokens; with 256-bit
+// registers 90 and 78. So multiply-adds bind it down to 16 heads. With 8 heads it does 75, and with
+// one 12 (178 ns a token): there it is the expansion (40 ns) and the lanes that no head fills.
 #pragma once
 
 #include <algorithm>

@@ -13,6 +13,11 @@ namespace nvfp4_dsmla::cpu {
 template <int kLanes>
 NVFP4_DSMLA_INLINE void expand_block(const uint8_t* codes, float scale, float* latent);
 
+#if defined(__clang__)
+inline constexpr bool kLooksUp = false;  // it has no __builtin_shuffle
+#else
+inline constexpr bool kLooksUp = true;
+
 template <>
 NVFP4_DSMLA_INLINE void expand_block<16>(const uint8_t* codes, float scale, float* latent) {
   using Floats = Lanes<16>::Floats;
@@ -43,10 +48,11 @@ NVFP4_DSMLA_INLINE void expand_block<8>(const uint8_t* codes, float scale, float
     store(latent + half * 8, (Floats)((Words)magnitude ^ sign));
   }
 }
+#endif
 
 template <int kLanes>
 NVFP4_DSMLA_INLINE void expand(const uint8_t* __restrict record, float* __restrict latent) {
-  if constexpr (kLanes < 8) {
+  if constexpr (kLanes < 8 || !kLooksUp) {
     decode_token(record, latent);
   } else {
     float stored_scale[kNumScales];

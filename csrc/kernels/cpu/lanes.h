@@ -37,7 +37,7 @@ NVFP4_DSMLA_INLINE void store(float* to, const Vector& v) {
   memcpy(to, &v, sizeof(v));
 }
 
-// exp(x) for x <= 0 or NaN, within 2 ulp; 0 where it would be below the normal numbers. The
+// exp(x) for x <= 0 or NaN, within 1 ulp; 0 where it would be below the normal numbers. The
 // processor's rounding makes n the integer nearest to x / log(2): added to 1.5 * 2^23, where fp32
 // has no fractions, n is in the last bits of the sum.
 template <int kLanes>
