@@ -37,9 +37,7 @@ target_compile_options(nvfp4_dsmla_options INTERFACE
   # Messages of failed checks carry __FILE__: the path in the repository, not one of this machine.
   "$<$<COMPILE_LANGUAGE:CXX>:-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>"
   "$<$<COMPILE_LANGUAGE:CUDA>:-lineinfo>"
-  "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>"
-  # A warning of ptxas is a spill or a register limit passed over: worth a line.
-  "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=--warn-on-spills>")
+  "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>")
 if(NVFP4_DSMLA_WERROR)
   target_compile_options(nvfp4_dsmla_options INTERFACE
     "$<$<COMPILE_LANGUAGE:CXX>:-Werror>" "$<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>")

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cmath>
-#include <limits>
 
 #include "format/portability.h"
 
@@ -16,7 +15,7 @@ struct MergeWeights {
 };
 
 NVFP4_DSMLA_INLINE MergeWeights merge_weights(float lse_a, float lse_b) {
-  constexpr float kNoToken = -std::numeric_limits<float>::infinity();
+  constexpr float kNoToken = -INFINITY;
   if (lse_a == kNoToken && lse_b == kNoToken) return {0.0f, 0.0f, kNoToken};
   const float max = fmaxf(lse_a, lse_b);  // a NaN comes back with the weights
   const float a = expf(lse_a - max), b = expf(lse_b - max);

@@ -72,13 +72,13 @@ Tensor gather(const Tensor& kv_cache,
   return call.out;
 }
 
-[[maybe_unused]] std::tuple<Tensor, Tensor> decode(const Tensor& q,
-                                                   const Tensor& kv_cache,
-                                                   const Tensor& indices,
-                                                   double softmax_scale,
-                                                   const std::optional<Tensor>& topk_length,
-                                                   const std::optional<Tensor>& attn_sink,
-                                                   int64_t layer) {
+std::tuple<Tensor, Tensor> decode(const Tensor& q,
+                                  const Tensor& kv_cache,
+                                  const Tensor& indices,
+                                  double softmax_scale,
+                                  const std::optional<Tensor>& topk_length,
+                                  const std::optional<Tensor>& attn_sink,
+                                  int64_t layer) {
   constexpr const char* kOp = "sparse_mla_decode";
   const Decode call =
       check_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, layer);
@@ -118,5 +118,6 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CUDA, library) {
   library.impl("concat_and_cache_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::concat_and_cache));
   library.impl("cp_gather_and_upconvert_nvfp4_kv_cache", TORCH_BOX(&nvfp4_dsmla::cp_gather));
   library.impl("gather_and_upconvert_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::gather));
+  library.impl("sparse_mla_decode", TORCH_BOX(&nvfp4_dsmla::decode));
   library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
 }

@@ -4,7 +4,8 @@
 // and its highest mantissa bit give the code's value times a fixed power of two, subnormals
 // included: 2^-126 in bf16 and fp32, 2^-14 in fp16. The block's scale carries most of the way back,
 // but not all of it: 448 * 2^126 overflows. So the scale is folded as scale * 2^119 (2^7 in fp16),
-// and a second multiplication by 2^7 ends it. Each product is exact.
+// which leaves 2^-7 to make good: in a gather by a second multiplication, in attention by the
+// softmax scale and the last scaling of the output. Each product is exact.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,41 +18,47 @@
 
 namespace nvfp4_dsmla::cuda {
 
-// A block's scale, ready to multiply with.
-template <class Out>
-struct Scale;
+// What a 16-bit float has of its own: where a code's lowest magnitude bit goes, where e4m3's does,
+// and its arithmetic on two at a time.
+template <class T>
+struct Pairs;
 
 template <>
-struct Scale<BFloat16> {
-  __device__ explicit Scale(uint32_t code) {
-    const uint32_t high = bit_cast<uint32_t>(decode_e4m3(code) * 0x1p119f);
-    folded = bit_cast<__nv_bfloat162>(__byte_perm(high, 0, 0x3232));
+struct Pairs<BFloat16> {
+  static constexpr int kE2m1Bit = 6;
+  static constexpr int kE4m3Bit = 4;
+  static constexpr float kE2m1Fold = 0x1p119f;         // 2^126 * 2^-7
+  static constexpr uint32_t kE4m3Fold = 0x7800'7800u;  // 2^120 * 2^-7 = 2^113, twice
+  // e4m3 bits -> a folded scale takes 2^120 * 2^119: two steps.
+  static constexpr uint32_t kScaleFoldOne = 0x7b80'7b80u, kScaleFoldTwo = 0x7b00'7b00u;
+  static constexpr uint32_t kMakeGood = 0x4300'4300u;  // 2^7, twice
+  __device__ static uint32_t twice(float x) {          // x exact in bf16
+    return __byte_perm(bit_cast<uint32_t>(x), 0, 0x3232);
   }
-  static constexpr int kMagnitudeBit = 6;  // where the code's lowest bit goes
-  __device__ uint32_t restore(uint32_t pair) const {
-    const __nv_bfloat162 left = bit_cast<__nv_bfloat162>(0x4300'4300u);  // 2^7
-    return bit_cast<uint32_t>(__hmul2(__hmul2(bit_cast<__nv_bfloat162>(pair), folded), left));
+  __device__ static uint32_t multiply(uint32_t a, uint32_t b) {
+    return bit_cast<uint32_t>(__hmul2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b)));
   }
-  __nv_bfloat162 folded;
 };
 
 template <>
-struct Scale<Float16> {
-  __device__ explicit Scale(uint32_t code) : folded(__float2half2_rn(decode_e4m3(code) * 0x1p7f)) {}
-  static constexpr int kMagnitudeBit = 9;
-  __device__ uint32_t restore(uint32_t pair) const {
-    const __half2 left = bit_cast<__half2>(0x5800'5800u);  // 2^7
-    return bit_cast<uint32_t>(__hmul2(__hmul2(bit_cast<__half2>(pair), folded), left));
+struct Pairs<Float16> {
+  static constexpr int kE2m1Bit = 9;
+  static constexpr int kE4m3Bit = 7;
+  static constexpr float kE2m1Fold = 0x1p7f;           // 2^14 * 2^-7
+  static constexpr uint32_t kE4m3Fold = 0x4000'4000u;  // 2^8 * 2^-7 = 2, twice
+  static constexpr uint32_t kScaleFoldOne = 0x7800'7800u, kScaleFoldTwo = 0x3c00'3c00u;  // .. 1
+  static constexpr uint32_t kMakeGood = 0x5800'5800u;  // 2^7, twice
+  __device__ static uint32_t twice(float x) { return bit_cast<uint32_t>(__float2half2_rn(x)); }
+  __device__ static uint32_t multiply(uint32_t a, uint32_t b) {
+    return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
   }
-  __half2 folded;
 };
 
-template <>
-struct Scale<float> {
-  __device__ explicit Scale(uint32_t code) : folded(decode_e4m3(code) * 0x1p119f) {}
-  __device__ float restore(uint32_t bits) const { return bit_cast<float>(bits) * folded * 0x1p7f; }
-  float folded;
-};
+// The folded scale of a block, for both halves of a word.
+template <class T>
+__device__ uint32_t fold_scale(uint32_t code) {
+  return Pairs<T>::twice(decode_e4m3(code) * Pairs<T>::kE2m1Fold);
+}
 
 // Shifts left, or right if `by` is negative.
 template <int by>
@@ -63,33 +70,87 @@ __device__ uint32_t shift(uint32_t x) {
   }
 }
 
-// 8 codes of one block -> 8 elements, four words. Nibbles i and i+4 are 16 bits apart, so one pass
-// places both; a byte permutation puts the pairs back in order.
-template <class Out>
-__device__ void expand(uint32_t codes, const Scale<Out>& scale, uint32_t (&out)[4]) {
-  constexpr int kBit = Scale<Out>::kMagnitudeBit;
+// 8 codes of one block -> 8 elements times 2^-7, as the pairs (0, 4), (1, 5), (2, 6), (3, 7):
+// nibbles i and i+4 are 16 bits apart, so one pass places both. A dot product does not mind the
+// order.
+template <class T>
+__device__ void expand_pairs(uint32_t codes, uint32_t folded_scale, uint32_t (&pairs)[4]) {
+  constexpr int kBit = Pairs<T>::kE2m1Bit;
   constexpr uint32_t kMagnitudes = (7u << kBit) | (7u << (kBit + 16));
   constexpr uint32_t kSigns = 0x8000'8000u;
   const auto place = [&]<int i>() {
     const uint32_t pair =
         (shift<kBit - 4 * i>(codes) & kMagnitudes) | (shift<12 - 4 * i>(codes) & kSigns);
-    return scale.restore(pair);  // elements i and i+4
+    pairs[i] = Pairs<T>::multiply(pair, folded_scale);
   };
-  const uint32_t p0 = place.template operator()<0>(), p1 = place.template operator()<1>();
-  const uint32_t p2 = place.template operator()<2>(), p3 = place.template operator()<3>();
-  out[0] = __byte_perm(p0, p1, 0x5410);
-  out[1] = __byte_perm(p2, p3, 0x5410);
-  out[2] = __byte_perm(p0, p1, 0x7632);
-  out[3] = __byte_perm(p2, p3, 0x7632);
+  place.template operator()<0>();
+  place.template operator()<1>();
+  place.template operator()<2>();
+  place.template operator()<3>();
 }
 
-// 4 codes of one block -> 4 elements, four words.
-__device__ inline void expand(uint32_t codes, const Scale<float>& scale, uint32_t (&out)[4]) {
+// 4 e4m3 bytes -> the pairs (0, 2), (1, 3) of their bits: values times 2^-120 (2^-8 in fp16).
+template <class T>
+__device__ void place_e4m3(uint32_t bytes, uint32_t (&pairs)[2]) {
+  constexpr int kBit = Pairs<T>::kE4m3Bit;
+  constexpr uint32_t kMagnitudes = (0x7fu << kBit) | (0x7fu << (kBit + 16));
+  constexpr uint32_t kSigns = 0x8000'8000u;
+  pairs[0] = (shift<kBit>(bytes) & kMagnitudes) | (bytes << 8 & kSigns);
+  pairs[1] = (shift<kBit - 8>(bytes) & kMagnitudes) | (bytes & kSigns);
+}
+__device__ inline bool any_e4m3_nan(uint32_t bytes) {  // a byte 0x7f or 0xff carries into its sign
+  return (((bytes & 0x7f7f'7f7fu) + 0x0101'0101u) & 0x8080'8080u) != 0;
+}
+inline constexpr uint32_t kNanPair = 0x7fff'7fffu;
+
+// 4 RoPE bytes -> 4 elements times 2^-7, as the pairs (0, 2), (1, 3); NaN among them makes all NaN.
+template <class T>
+__device__ void expand_rope_pairs(uint32_t bytes, uint32_t (&pairs)[2]) {
+  place_e4m3<T>(bytes, pairs);
+#pragma unroll
+  for (uint32_t& pair : pairs) pair = Pairs<T>::multiply(pair, Pairs<T>::kE4m3Fold);
+  if (any_e4m3_nan(bytes)) pairs[0] = pairs[1] = kNanPair;
+}
+
+// 4 scale bytes -> fold_scale of each; NaN among them makes all NaN.
+template <class T>
+__device__ void fold_scales(uint32_t bytes, uint32_t (&folded)[4]) {
+  uint32_t pairs[2];
+  place_e4m3<T>(bytes, pairs);
+#pragma unroll
+  for (uint32_t& pair : pairs) {
+    pair = Pairs<T>::multiply(pair, Pairs<T>::kScaleFoldOne);
+    pair = Pairs<T>::multiply(pair, Pairs<T>::kScaleFoldTwo);
+  }
+  if (any_e4m3_nan(bytes)) pairs[0] = pairs[1] = kNanPair;
+  folded[0] = __byte_perm(pairs[0], 0, 0x1010);
+  folded[1] = __byte_perm(pairs[1], 0, 0x1010);
+  folded[2] = __byte_perm(pairs[0], 0, 0x3232);
+  folded[3] = __byte_perm(pairs[1], 0, 0x3232);
+}
+
+// 8 codes of one block -> 8 elements in order, four words.
+template <class T>
+__device__ void expand(uint32_t codes, uint32_t scale_code, uint32_t (&out)[4]) {
+  uint32_t p[4];
+  expand_pairs<T>(codes, fold_scale<T>(scale_code), p);
+#pragma unroll
+  for (uint32_t& pair : p) pair = Pairs<T>::multiply(pair, Pairs<T>::kMakeGood);
+  out[0] = __byte_perm(p[0], p[1], 0x5410);
+  out[1] = __byte_perm(p[2], p[3], 0x5410);
+  out[2] = __byte_perm(p[0], p[1], 0x7632);
+  out[3] = __byte_perm(p[2], p[3], 0x7632);
+}
+
+// 4 codes of one block -> 4 fp32 elements.
+template <>
+__device__ inline void expand<float>(uint32_t codes, uint32_t scale_code, uint32_t (&out)[4]) {
+  const float folded = decode_e4m3(scale_code) * 0x1p119f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t code = codes >> 4 * i;
     const uint32_t bits = (code & 7) << 22 | (code & 8) << 28;
-    out[i] = bit_cast<uint32_t>(scale.restore(bits));
+    out[i] = bit_cast<uint32_t>(bit_cast<float>(bits) * folded * 0x1p7f);
   }
 }
 

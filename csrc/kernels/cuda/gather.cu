@@ -71,7 +71,7 @@ struct RowPart {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       uint32_t words[4];
-      expand(codes[s], Scale<Out>(scales[s]), words);
+      expand<Out>(codes[s], scales[s], words);
       store<Out, kWide>(row + element(s), words);
     }
     alignas(8) Out pair[kRopePerLane] = {narrow_exact<Out>(decode_e4m3(rope & 0xff)),

@@ -1,0 +1,62 @@
+// sparse_mla_decode: the plan for the device at hand, carried out.
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
+
+#include "kernels/cuda/decode.cuh"
+#include "kernels/launch.h"
+
+namespace nvfp4_dsmla::cuda {
+namespace {
+
+// Asked once a device: cudaDeviceGetAttribute takes a microsecond.
+DecodeDevice current_device() {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];  // arch << 16 | number of SMs; 0: not asked yet
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return {0, 1};
+  int facts = known[device].load(std::memory_order_relaxed);
+  if (facts == 0) {
+    int major = 0, minor = 0, sms = 1;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    facts = (10 * major + minor) << 16 | sms;
+    known[device].store(facts, std::memory_order_relaxed);
+  }
+  return {facts >> 16, facts & 0xffff};
+}
+
+// For benchmarks: NVFP4_DSMLA_DECODE=mma or wgmma takes that kernel where the device has it.
+DecodeKernel wanted_kernel() {
+  const char* name = std::getenv("NVFP4_DSMLA_DECODE");
+  if (name == nullptr) return DecodeKernel::kNone;
+  if (std::string_view(name) == "mma") return DecodeKernel::kMma;
+  if (std::string_view(name) == "wgmma") return DecodeKernel::kWgmma;
+  return DecodeKernel::kNone;
+}
+
+DecodePlan plan_for(const DecodeParams& p) {
+  // wgmma's kernel loads records in whole 16 bytes; mma's has a path for any alignment.
+  const DecodeKernel wanted = records_aligned(p.cache, 16) ? wanted_kernel() : DecodeKernel::kMma;
+  return plan_decode(current_device(), p.batch * p.s_q, p.heads, p.topk, wanted);
+}
+
+}  // namespace
+
+int64_t decode_workspace_bytes(const DecodeParams& p) {
+  return DecodeKernelParams::workspace_bytes(p, plan_for(p));
+}
+
+int decode(const DecodeParams& p, void* workspace, CUstream_st* stream) {
+  const DecodePlan plan = plan_for(p);
+  if (plan.kernel == DecodeKernel::kNone) return cudaErrorNoKernelImageForDevice;
+  const DecodeKernelParams params(p, plan, workspace);
+  const auto run = plan.kernel == DecodeKernel::kWgmma ? decode_wgmma : decode_mma;
+  if (const int error = run(params, plan, stream); error != cudaSuccess) return error;
+  return plan.num_splits > 1 ? combine_splits(params, stream) : cudaSuccess;
+}
+
+}  // namespace nvfp4_dsmla::cuda

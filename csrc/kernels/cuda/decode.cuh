@@ -1,0 +1,122 @@
+// What the decode kernels share: a row's tokens, where results go, and the scales in base 2.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "format/element.h"
+#include "format/record.h"
+#include "kernels/cuda/paging.cuh"
+#include "kernels/decode_plan.h"
+#include "kernels/params.h"
+
+namespace nvfp4_dsmla::cuda {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+// expand.cuh leaves elements 2^-7 of their value; this is what makes scores and outputs good.
+inline constexpr float kMakeGood = 0x1p7f;
+
+// Inside an 8-element group of NoPE dims the expanded order is 0 4 1 5 2 6 3 7 (expand_pairs).
+__host__ __device__ inline int dim_of_position(int position) {
+  return (position & ~7) | (position & 1) << 2 | (position & 7) >> 1;
+}
+
+struct DecodeKernelParams : DecodeParams {
+  DecodeKernelParams(const DecodeParams& p, const DecodePlan& plan, void* workspace)
+      : DecodeParams(p),
+        device_cache(p.cache),
+        num_splits(plan.num_splits),
+        rows(static_cast<uint32_t>(p.batch * p.s_q)),
+        partial_lse(static_cast<float*>(workspace)),
+        partial_out(partial_lse + partial_lse_floats(p, plan)) {}
+
+  static int64_t partial_lse_floats(const DecodeParams& p, const DecodePlan& plan) {
+    return (plan.num_splits * p.batch * p.s_q * p.heads + 3) / 4 * 4;  // 16 bytes, for what follows
+  }
+  static int64_t workspace_bytes(const DecodeParams& p, const DecodePlan& plan) {
+    if (plan.num_splits <= 1) return 0;
+    const int64_t outs = plan.num_splits * p.batch * p.s_q * p.heads * kNopeDim;
+    return (partial_lse_floats(p, plan) + outs) * static_cast<int64_t>(sizeof(float));
+  }
+
+  // Whether every head of q starts at a multiple of 16 bytes.
+  bool query_aligned(int64_t element_bytes) const {
+    return aligned(q, 16) && q_batch_stride * element_bytes % 16 == 0 &&
+           q_token_stride * element_bytes % 16 == 0 && q_head_stride * element_bytes % 16 == 0;
+  }
+
+  // A row's batch and token; how many of its indices are to be read.
+  struct Row {
+    int64_t b, t;
+  };
+  __device__ Row row(uint32_t r) const {
+    const auto width = static_cast<uint32_t>(s_q);
+    return {r / width, r % width};
+  }
+  __device__ int length(Row r) const {
+    if (topk_length == nullptr) return static_cast<int>(topk);
+    const int n = topk_length[r.b * topk_length_batch_stride + r.t * topk_length_token_stride];
+    return min(max(n, 0), static_cast<int>(topk));
+  }
+  __device__ const int32_t* row_indices(Row r) const {
+    return indices + r.b * indices_batch_stride + r.t * indices_token_stride;
+  }
+
+  // A split's share of a row's indices: whole tiles, as even as can be.
+  struct Share {
+    int begin, end;
+  };
+  __device__ Share share_of(Row r, int split, int tile_tokens) const {
+    const int total = length(r);
+    const int64_t tiles = (total + tile_tokens - 1) / tile_tokens;
+    return {static_cast<int>(tiles * split / num_splits) * tile_tokens,
+            min(static_cast<int>(tiles * (split + 1) / num_splits) * tile_tokens, total)};
+  }
+
+  DeviceCache<const uint8_t> device_cache;
+  int num_splits;
+  uint32_t rows;
+  // [num_splits, rows, heads] in base 2, then [num_splits, rows, heads, 512] in expanded order,
+  // 16-byte aligned; only if num_splits > 1.
+  float* partial_lse;
+  float* partial_out;
+};
+
+// 2^x in one instruction; results below 2^-126 are zero.
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// exp(lse) / (exp(lse) + exp(sink)), lse in base 2. 1 without sinks.
+__device__ inline float sink_factor(const DecodeParams& p, int head, float lse2) {
+  if (p.attn_sink == nullptr) return 1.0f;
+  const float sink = p.attn_sink[head * p.attn_sink_stride];
+  return 1.0f / (1.0f + exp2f(sink * kLog2e - lse2));
+}
+
+__device__ inline void store_element(BFloat16* to, float x) {
+  *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(x);
+}
+__device__ inline void store_element(Float16* to, float x) {
+  *reinterpret_cast<__half*>(to) = __float2half_rn(x);
+}
+__device__ inline uint32_t pack(float low, float high, BFloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return bit_cast<uint32_t>(pair);
+}
+__device__ inline uint32_t pack(float low, float high, Float16) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return bit_cast<uint32_t>(pair);
+}
+
+int decode_wgmma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream);
+int decode_mma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream);
+int combine_splits(const DecodeKernelParams& p, cudaStream_t stream);
+
+}  // namespace nvfp4_dsmla::cuda

@@ -1,0 +1,52 @@
+// The PTX of sm_90 that the decode kernels use, one thin function an instruction: barriers that
+// count bytes, and copies that complete on them.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/mma.cuh"
+
+namespace nvfp4_dsmla::cuda {
+
+__device__ inline void barrier_init(uint64_t& barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ inline void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void barrier_arrive(uint64_t& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+// Arrives, and has the phase wait for `bytes` of copies as well.
+__device__ inline void barrier_arrive_expecting(uint64_t& barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+      "r"(bytes)
+      : "memory");
+}
+__device__ inline void barrier_wait(uint64_t& barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// `bytes`, a multiple of 16, global -> shared by the copy engine; they count towards the barrier.
+__device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+}  // namespace nvfp4_dsmla::cuda
