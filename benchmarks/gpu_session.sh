@@ -93,7 +93,7 @@ tests() {
   "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
   [[ -n ${NVFP4_DSMLA_PYTEST_ARGS:-} ]] && eval "args=($NVFP4_DSMLA_PYTEST_ARGS)"
   NVFP4_DSMLA_REQUIRE_CUDA=1 TORCHINDUCTOR_COMPILE_THREADS=2 "$python" -m pytest \
-    -q -p no:cacheprovider -o minversion=8.0 --durations=10 "${parallel[@]}" "${args[@]}" tests
+    -q -p no:cacheprovider -p no:benchmark -o minversion=8.0 --durations=10 "${parallel[@]}" "${args[@]}" tests
 }
 
 sanitize() {

@@ -9,11 +9,13 @@ so that memcheck sees a byte too far. All data comes from the host: no kernel ru
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
 import cases
+import decode_cases
 import nvfp4_dsmla
 from nvfp4_dsmla import reference
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
@@ -39,6 +41,7 @@ def main() -> None:
                 write(tokens, dtype, odd, generator, device)
                 gather(tokens, dtype, odd, generator, device)
                 count += 2
+    count += decode(generator, device)
     count += samples(generator, device)
     torch.cuda.synchronize()
     print(f"{count} calls, all as the reference")
@@ -131,12 +134,32 @@ def gather(
     expect_equal(dst, want, f"gather by request, {what}")
 
 
+def decode(generator: torch.Generator, device: torch.device) -> int:
+    """Both decode kernels, each of their tiles of heads, with splits and without."""
+    shapes = [(1, 3, 70), (3, 16, 130), (2, 20, 300), (9, 64, 200), (3, 128, 90)]
+    for kernel in ("mma", "wgmma"):
+        os.environ["NVFP4_DSMLA_DECODE"] = kernel
+        for batch, heads, topk in shapes:
+            for dtype in (torch.bfloat16, torch.float16):
+                arguments = decode_cases.decode_arguments(
+                    generator, device, batch=batch, heads=heads, topk=topk, dtype=dtype
+                )
+                out, _ = nvfp4_dsmla.sparse_mla_decode(**arguments)
+                on_host = [a.cpu() if torch.is_tensor(a) else a for a in arguments.values()]
+                want, _ = reference.attention(*on_host)
+                torch.testing.assert_close(out.cpu(), want, rtol=2**-6, atol=2**-6)
+    del os.environ["NVFP4_DSMLA_DECODE"]
+    return 4 * len(shapes)
+
+
 def samples(generator: torch.Generator, device: torch.device) -> int:
     """The tests' samples, which the tests compare."""
     ops = (
         (nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla, cases.WRITES),
         (nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla, cases.GATHERS),
         (nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache, cases.CP_GATHERS),
+        (nvfp4_dsmla.sparse_mla_decode, decode_cases.DECODES),
+        (nvfp4_dsmla.merge_attention_states, decode_cases.MERGES),
     )
     for op, its_cases in ops:
         for case in its_cases:
