@@ -10,7 +10,7 @@ so that memcheck sees a byte too far. All data comes from the host: no kernel ru
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -145,8 +145,10 @@ def decode(generator: torch.Generator, device: torch.device) -> int:
                     generator, device, batch=batch, heads=heads, topk=topk, dtype=dtype
                 )
                 out, _ = nvfp4_dsmla.sparse_mla_decode(**arguments)
-                on_host = [a.cpu() if torch.is_tensor(a) else a for a in arguments.values()]
-                want, _ = reference.attention(*on_host)
+                on_host: dict[str, Any] = {
+                    n: a.cpu() if torch.is_tensor(a) else a for n, a in arguments.items()
+                }
+                want, _ = reference.attention(**on_host)
                 torch.testing.assert_close(out.cpu(), want, rtol=2**-6, atol=2**-6)
     del os.environ["NVFP4_DSMLA_DECODE"]
     return 4 * len(shapes)

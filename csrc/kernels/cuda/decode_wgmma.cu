@@ -316,6 +316,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
       barrier_init(shared.empty[b], S::kSummers * kGroupWarps);
     }
     barrier_init(shared.turn, kGroupThreads);
+    barrier_init(shared.finished, S::kExpanders * kGroupThreads);
     barrier_init_fence();
   }
   if (thread < kHeads) shared.running_max[thread] = -INFINITY;
@@ -333,18 +334,16 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     Softmax<kHeads> softmax;
     softmax.start();
     expand_tiles<T>(p, shared, group, p.row_indices(place), begin, end, softmax);
-    __syncthreads();  // every expander's maxima are final
+    expanders_sync<S::kExpanders>();  // the maxima are final
     softmax.finish(shared);
-    __syncthreads();
+    expanders_sync<S::kExpanders>();
     finish_heads<T>(p, shared, row, split, first_head);
-    __syncthreads();
+    barrier_arrive(shared.finished);
   } else {
     const int summer = group - S::kExpanders;
     float out[kValueChunks / S::kSummers][kHeads / 2] = {};
     sum_tiles<T>(shared, summer, (end - begin + kTileTokens - 1) / kTileTokens, out);
-    __syncthreads();
-    __syncthreads();
-    __syncthreads();
+    barrier_wait(shared.finished, 0);
     write_out<T>(p, shared, summer, out, row, split, first_head);
   }
 #endif

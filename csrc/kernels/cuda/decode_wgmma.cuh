@@ -41,7 +41,7 @@ struct alignas(1024) Shared {
   uint32_t rescaled[kBuffers];
   float warp_values[kExpanders][kGroupWarps][kHeads];  // maxima, in the end sums
   float factor[kHeads];
-  uint64_t full[kBuffers], empty[kBuffers], turn;
+  uint64_t full[kBuffers], empty[kBuffers], turn, finished;
 };
 
 __device__ inline int group_id() { return threadIdx.y / kGroupWarps; }
@@ -50,6 +50,11 @@ __device__ inline int group_warp() { return threadIdx.y % kGroupWarps; }
 // The barrier of one warpgroup.
 __device__ inline void group_sync() {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + group_id()), "n"(kGroupThreads) : "memory");
+}
+// The barrier of all expanders.
+template <int kExpanders>
+__device__ void expanders_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroups), "n"(kExpanders * kGroupThreads) : "memory");
 }
 __device__ inline bool group_any(bool x) {
   uint32_t any;
@@ -134,6 +139,7 @@ struct Softmax {
       }
       base[c] = top;
     }
+    group_sync();  // before the next tile's warps look at the maxima
   }
 
   // S^T -> P in its buffer; x is scaled, in base 2, -Inf where there is no token.
