@@ -127,19 +127,20 @@ def random_cache(
     block_size: int,
     num_layers: int | None = None,
     layout: str = "packed",
+    width: int = RECORD_BYTES,
 ) -> Tensor:
-    """A cache or pool of random bytes inside a larger allocation of more of them."""
-    token = {"padded_tokens": 384, "odd_strides": 353}.get(layout, RECORD_BYTES)
+    """A cache or pool of random bytes, `width` a record, inside a larger allocation of more."""
+    token = {"padded_tokens": width + 32, "odd_strides": width + 1}.get(layout, width)
     block = block_size * token + {"padded_pages": 160, "odd_strides": 7}.get(layout, 0)
     layer = num_blocks * block + (1 if layout == "odd_strides" else 0)
     layers = 1 if num_layers is None else num_layers
-    if layout == "blocks_first":  # allocated [num_blocks, num_layers, block_size, 352]
+    if layout == "blocks_first":  # allocated [num_blocks, num_layers, block_size, width]
         layer, block = block, block * layers
-    elif layout == "tokens_first":  # allocated [num_blocks, block_size, num_layers, 352]
-        layer, token = RECORD_BYTES, RECORD_BYTES * layers
+    elif layout == "tokens_first":  # allocated [num_blocks, block_size, num_layers, width]
+        layer, token = width, width * layers
         block = block_size * token
     offset = {"unaligned": 1, "odd_strides": 3}.get(layout, 0) + MARGIN
-    shape = [layers, num_blocks, block_size, RECORD_BYTES]
+    shape = [layers, num_blocks, block_size, width]
     content = noise(prod(shape), generator, torch.device("cpu")).reshape(shape)
     cache = inside(content, generator, device, strides=[layer, block, token, 1], offset=offset)
     return cache[0] if num_layers is None else cache
@@ -150,10 +151,13 @@ def random_cache(
 
 @dataclass(frozen=True)
 class Case:
-    """One sample: `make` gives the arguments of the op by name."""
+    """One sample: `make` gives the arguments of the op by name.
+
+    The samples of writes and gathers are for records of any width: `make(..., width=656)`.
+    """
 
     name: str
-    make: Callable[[torch.Generator, torch.device], dict[str, Any]]
+    make: Callable[..., dict[str, Any]]
 
 
 def _write(
@@ -175,7 +179,9 @@ def _write(
 ) -> Case:
     """A write; with `fused_width`, kv_c and k_pe are slices of rows of so many elements."""
 
-    def make(generator: torch.Generator, device: torch.device) -> dict[str, Any]:
+    def make(
+        generator: torch.Generator, device: torch.device, width: int = RECORD_BYTES
+    ) -> dict[str, Any]:
         rows = latents((tokens + more_rows, HEAD_DIM), dtype, generator)
         if fused_width is not None:
             strides = [fused_width, 1]
@@ -196,6 +202,7 @@ def _write(
                 block_size=block_size,
                 num_layers=num_layers,
                 layout=layout,
+                width=width,
             ),
             "slot_mapping": inside(
                 slots.to(slot_dtype), generator, device, strides=[slot_stride], offset=MARGIN + 1
@@ -253,7 +260,9 @@ def _gather(
 ) -> Case:
     """A gather by slot, of random slots around the cache's own unless `slots` are given."""
 
-    def make(generator: torch.Generator, device: torch.device) -> dict[str, Any]:
+    def make(
+        generator: torch.Generator, device: torch.device, width: int = RECORD_BYTES
+    ) -> dict[str, Any]:
         capacity = num_blocks * block_size
         drawn = torch.randint(-3, capacity + 3, tuple(shape), generator=generator)
         values = drawn if slots is None else torch.tensor(slots).reshape(*shape)
@@ -265,6 +274,7 @@ def _gather(
                 block_size=block_size,
                 num_layers=num_layers,
                 layout=layout,
+                width=width,
             ),
             "slots": inside(
                 values.to(slot_dtype), generator, device, strides=slot_strides, offset=MARGIN + 1
@@ -327,7 +337,9 @@ def _cp_gather(
 ) -> Case:
     """A gather by request; `stride` is that of workspace_starts and seq_starts."""
 
-    def make(generator: torch.Generator, device: torch.device) -> dict[str, Any]:
+    def make(
+        generator: torch.Generator, device: torch.device, width: int = RECORD_BYTES
+    ) -> dict[str, Any]:
         batch = len(lengths)
         ends = torch.tensor([0, *lengths]).cumsum(0)
         # The entries past the batch, and what the table holds past a request's end, are not read.
@@ -349,6 +361,7 @@ def _cp_gather(
                 block_size=block_size,
                 num_layers=num_layers,
                 layout=layout,
+                width=width,
             ),
             "dst": inside(
                 torch.full((num_rows, HEAD_DIM), torch.nan, dtype=dtype),

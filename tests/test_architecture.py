@@ -57,7 +57,7 @@ ROOMS = (
             STD,
             r"<torch/csrc/stable/[\w/]+\.h>",
             r"<torch/headeronly/[\w/]+\.h>",
-            r'"format/(record|paged_cache)\.h"',
+            r'"format/(\w*record|paged_cache)\.h"',
             r'"kernels/\w+\.h"',
             r'"ops/\w+\.h"',
         ),

@@ -46,14 +46,20 @@ REFUSED = [
     ("sparse_mla_decode", {"dtype": torch.float32}),
     ("sparse_mla_decode", {"head_size": 640}),
     ("merge_attention_states", {"dtype": torch.int32}),
+    ("concat_and_cache_fp8_ds_mla", {"head_size": 640}),
+    ("concat_and_cache_bfloat16", {"dtype": torch.float64}),
+    ("cp_gather_and_upconvert_fp8_kv_cache", {"head_size": 512}),
+    ("gather_and_upconvert_fp8_ds_mla", {"block_size": 0}),
+    ("convert_kv_cache", {"block_size": 0}),
 ]
 
 
 @pytest.mark.parametrize(("op", "asked"), REFUSED)
 def test_a_reason_is_the_text_that_the_op_raises(op: str, asked: dict[str, Any]) -> None:
-    reason = supports_combination(op=op, device_type="cpu", **asked)
+    name = support.OPS[op] or "nvfp4_ds_mla"
+    reason = supports_combination(op=op, kv_cache_dtype=name, device_type="cpu", **asked)
     assert reason is not None
-    question = support._Question(cache_format=CACHE_FORMATS["nvfp4_ds_mla"], **asked)
+    question = support._Question(cache_format=CACHE_FORMATS[name], **asked)
     with pytest.raises(ValueError, match="wanted") as caught:
         support._OPS[op].probe(getattr(torch.ops.nvfp4_dsmla, op).default, question)
     assert str(caught.value).startswith(reason)
@@ -66,6 +72,16 @@ def test_without_an_op_all_that_serving_needs_is_asked() -> None:
     reason = supports_combination(device_type="cpu", head_size=640)
     assert reason is not None
     assert reason.startswith("concat_and_cache_nvfp4_ds_mla: kv_c: wanted")
+
+
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "bfloat16"])
+def test_a_format_without_attention_is_not_served_but_its_ops_are(name: str) -> None:
+    reason = supports_combination(kv_cache_dtype=name, device_type="cpu")
+    assert reason == (
+        "sparse_mla_decode: wanted kv_cache_dtype nvfp4_ds_mla, the format it is for, got " + name
+    )
+    for op in [op for op, of in support.OPS.items() if of in (name, None)]:
+        assert supports_combination(op=op, kv_cache_dtype=name, device_type="cpu") is None
 
 
 def test_a_head_size_that_an_op_does_not_see_is_refused_all_the_same() -> None:
@@ -159,8 +175,10 @@ def test_an_op_without_a_cuda_kernel(cuda_build: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kernels_that_are_registered_are_seen() -> None:
-    built = len(nvfp4_dsmla.loaded_libraries()) > 1 and torch.version.cuda is not None
-    assert support._has_cuda_kernel(WRITE) == built
+    if len(nvfp4_dsmla.loaded_libraries()) > 1:
+        assert support._has_cuda_kernel(WRITE)
+    elif torch.version.cuda is None:
+        assert not support._has_cuda_kernel(WRITE)
 
 
 def test_no_device(cuda_build: pytest.MonkeyPatch) -> None:

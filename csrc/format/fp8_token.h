@@ -4,18 +4,12 @@
 
 #include <cstdint>
 
+#include "format/bf16_token.h"
 #include "format/element.h"
 #include "format/fp8_block.h"
 #include "format/fp8_record.h"
 
 namespace nvfp4_dsmla::fp8 {
-
-// A bf16 element stays as it is, NaN's payload included.
-NVFP4_DSMLA_INLINE BFloat16 encode_rope_element(BFloat16 x) { return x; }
-template <class In>
-NVFP4_DSMLA_INLINE BFloat16 encode_rope_element(In x) {
-  return round_to<BFloat16>(widen(x));
-}
 
 template <class In>
 NVFP4_DSMLA_INLINE void encode_token(const In* __restrict kv_c,
@@ -44,7 +38,7 @@ NVFP4_DSMLA_INLINE void encode_token(const In* __restrict kv_c,
   }
   memcpy(record + kScalesOffset, scale, sizeof(scale));
   BFloat16 rope[kRopeDim];
-  for (int i = 0; i < kRopeDim; ++i) rope[i] = encode_rope_element(k_pe[i]);
+  for (int i = 0; i < kRopeDim; ++i) rope[i] = bf16::encode_element(k_pe[i]);
   memcpy(record + kRopeOffset, rope, sizeof(rope));
 }
 

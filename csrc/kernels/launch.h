@@ -16,6 +16,7 @@ namespace cpu {
 void write(const WriteParams& params, int64_t begin, int64_t end);
 void gather(const SlotGatherParams& params, int64_t begin, int64_t end);
 void gather(const RequestGatherParams& params, int64_t begin, int64_t end);
+void convert(const ConvertParams& params, int64_t begin, int64_t end);
 void merge(const MergeParams& params, int64_t begin, int64_t end);
 
 // Decode has two steps. A row's tokens are cut into parts, whose number depends on topk alone:
@@ -68,6 +69,7 @@ namespace cuda {
 int write(const WriteParams& params, CUstream_st* stream);
 int gather(const SlotGatherParams& params, CUstream_st* stream);
 int gather(const RequestGatherParams& params, CUstream_st* stream);
+int convert(const ConvertParams& params, CUstream_st* stream);
 int merge(const MergeParams& params, CUstream_st* stream);
 
 // `workspace`: device memory of so many bytes, of which only this call makes use; null if none.

@@ -9,6 +9,8 @@
 
 namespace nvfp4_dsmla {
 
+// Of a cache's records: nvfp4_ds_mla, fp8_ds_mla and bfloat16 (format/codecs.h).
+enum class Format : uint8_t { kNvfp4, kFp8, kBFloat16 };
 enum class Element : uint8_t { kBFloat16, kFloat16, kFloat32 };
 enum class Index : uint8_t { kInt32, kInt64 };
 
@@ -24,8 +26,9 @@ struct Slots {
   }
 };
 
-// concat_and_cache_nvfp4_ds_mla
+// concat_and_cache_nvfp4_ds_mla, .._fp8_ds_mla, .._bfloat16
 struct WriteParams {
+  Format format;
   const void* kv_c;     // [num_tokens or more, 512] of `element`, rows contiguous
   const void* k_pe;     // [num_tokens or more, 64] of `element`, rows contiguous
   int64_t kv_c_stride;  // between rows
@@ -36,8 +39,9 @@ struct WriteParams {
   int64_t num_tokens;
 };
 
-// cp_gather_and_upconvert_nvfp4_kv_cache
+// cp_gather_and_upconvert_nvfp4_kv_cache, .._fp8_kv_cache
 struct RequestGatherParams {
+  Format format;  // kNvfp4 or kFp8
   PagedCache<const uint8_t> cache;
   void* dst;           // [num_rows, 576] of `element`, rows contiguous
   int64_t dst_stride;  // between rows
@@ -54,13 +58,22 @@ struct RequestGatherParams {
   int64_t num_requests;  // may be 0: then every row is zero
 };
 
-// gather_and_upconvert_nvfp4_ds_mla
+// gather_and_upconvert_nvfp4_ds_mla, .._fp8_ds_mla
 struct SlotGatherParams {
+  Format format;  // kNvfp4 or kFp8
   PagedCache<const uint8_t> cache;
   void* dst;  // [num_rows, 576] of `element`, contiguous
   Element element;
   Slots slots;  // [num_rows]; a slot the cache does not hold gives a zero row
   int64_t num_rows;
+};
+
+// convert_kv_cache, one layer: record i of src becomes record i of dst.
+struct ConvertParams {
+  Format from;
+  Format to;  // not `from`
+  PagedCache<const uint8_t> src;
+  PagedCache<uint8_t> dst;  // as many blocks of as many tokens as src
 };
 
 // sparse_mla_decode

@@ -4,6 +4,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "format/bf16_record.h"
+#include "format/fp8_record.h"
 #include "format/record.h"
 
 namespace nvfp4_dsmla {
@@ -109,16 +111,35 @@ void check_int32(const Argument& t, int64_t dim, const char* shape) {
   t.want(t.dtype == aoti_torch_dtype_int32() && t.dim == dim, "int32 of shape ", shape);
 }
 
-// Whether no two records share a byte. Dimensions are taken from the closest to the widest stride;
-// each must step over all that the closer ones span.
-bool records_apart(const Argument& cache) {
+// What a cache of a format is as a tensor: its dtype, and the elements of a record.
+struct RecordShape {
+  int32_t dtype;
+  int64_t width;
+  int64_t element_bytes;
+};
+
+RecordShape record_shape(Format format) {
+  switch (format) {
+    case Format::kNvfp4:
+      return {aoti_torch_dtype_uint8(), kRecordBytes, 1};
+    case Format::kFp8:
+      return {aoti_torch_dtype_uint8(), fp8::kRecordBytes, 1};
+    case Format::kBFloat16:
+      return {aoti_torch_dtype_bfloat16(), kHeadDim, bf16::kElementBytes};
+  }
+  return {};
+}
+
+// Whether no two records share an element. Dimensions are taken from the closest to the widest
+// stride; each must step over all that the closer ones span.
+bool records_apart(const Argument& cache, const RecordShape& record) {
   std::array<std::pair<int64_t, int64_t>, 3> steps{};  // stride, size; {0, 0} where there is none
   for (int64_t d = 0; d + 1 < cache.dim; ++d) {
     if (cache.sizes[d] == 0) return true;
     if (cache.sizes[d] > 1) steps[d] = {cache.strides[d], cache.sizes[d]};
   }
   std::sort(steps.begin(), steps.end());
-  int64_t span = kRecordBytes;
+  int64_t span = record.width;
   for (const auto& [stride, size] : steps) {
     if (size == 0) continue;
     if (stride < span) return false;
@@ -127,20 +148,33 @@ bool records_apart(const Argument& cache) {
   return true;
 }
 
-PagedCache<uint8_t> check_cache(const Argument& cache, int64_t layer) {
-  cache.want(cache.dtype == aoti_torch_dtype_uint8() && (cache.dim == 3 || cache.dim == 4) &&
-                 cache.size(1) == kRecordBytes && cache.size(2) >= 1 && cache.stride(1) == 1,
-             "uint8 of shape [num_blocks, block_size, ", kRecordBytes,
-             "] or [num_layers, num_blocks, block_size, ", kRecordBytes,
+// Whether it is a cache or pool of such records; their bytes are not yet looked at.
+bool holds_records(const Argument& cache, const RecordShape& record) {
+  return cache.dtype == record.dtype && (cache.dim == 3 || cache.dim == 4) &&
+         cache.size(1) == record.width && cache.size(2) >= 1 && cache.stride(1) == 1;
+}
+
+int64_t num_layers_of(const Argument& cache) { return cache.dim == 4 ? cache.sizes[0] : 1; }
+
+PagedCache<uint8_t> layer_of(const Argument& cache, const RecordShape& record, int64_t layer) {
+  const int64_t bytes = record.element_bytes;
+  auto* base = static_cast<uint8_t*>(cache.data);
+  if (cache.dim == 4) base += layer * cache.strides[0] * bytes;
+  return {base, cache.size(3), cache.size(2), cache.stride(3) * bytes, cache.stride(2) * bytes};
+}
+
+PagedCache<uint8_t> check_cache(Format format, const Argument& cache, int64_t layer) {
+  const RecordShape record = record_shape(format);
+  cache.want(holds_records(cache, record), dtype_name(record.dtype),
+             " of shape [num_blocks, block_size, ", record.width,
+             "] or [num_layers, num_blocks, block_size, ", record.width,
              "] with block_size >= 1 and contiguous records");
-  const int64_t num_layers = cache.dim == 4 ? cache.sizes[0] : 1;
+  const int64_t num_layers = num_layers_of(cache);
   if (layer < 0 || layer >= num_layers) {
     refuse(cache.op, "layer: wanted 0 <= layer < ", num_layers, ", the layers of ", cache.name,
            ", got ", layer);
   }
-  auto* base = static_cast<uint8_t*>(cache.data);
-  if (cache.dim == 4) base += layer * cache.strides[0];
-  return {base, cache.size(3), cache.size(2), cache.stride(3), cache.stride(2)};
+  return layer_of(cache, record, layer);
 }
 
 PagedCache<const uint8_t> read_only(const PagedCache<uint8_t>& c) {
@@ -149,19 +183,20 @@ PagedCache<const uint8_t> read_only(const PagedCache<uint8_t>& c) {
 
 }  // namespace
 
-WriteParams check_write(const Tensor& kv_c_tensor,
+WriteParams check_write(Format format,
+                        const Tensor& kv_c_tensor,
                         const Tensor& k_pe_tensor,
                         const Tensor& kv_cache_tensor,
                         const Tensor& slot_mapping_tensor,
                         int64_t layer) {
-  constexpr const char* kOp = "concat_and_cache_nvfp4_ds_mla";
-  const Argument kv_cache(kOp, "kv_cache", kv_cache_tensor);
-  const Argument kv_c(kOp, "kv_c", kv_c_tensor);
-  const Argument k_pe(kOp, "k_pe", k_pe_tensor);
-  const Argument slot_mapping(kOp, "slot_mapping", slot_mapping_tensor);
+  const char* op = op_names(format).write;
+  const Argument kv_cache(op, "kv_cache", kv_cache_tensor);
+  const Argument kv_c(op, "kv_c", kv_c_tensor);
+  const Argument k_pe(op, "k_pe", k_pe_tensor);
+  const Argument slot_mapping(op, "slot_mapping", slot_mapping_tensor);
 
-  const PagedCache<uint8_t> cache = check_cache(kv_cache, layer);
-  kv_cache.want(records_apart(kv_cache), "strides that keep records apart");
+  const PagedCache<uint8_t> cache = check_cache(format, kv_cache, layer);
+  kv_cache.want(records_apart(kv_cache, record_shape(format)), "strides that keep records apart");
   const Element element = check_rows(kv_c, kNopeDim);
   check_rows(k_pe, kRopeDim);
   k_pe.want(k_pe.dtype == kv_c.dtype, "the dtype of kv_c (", dtype_name(kv_c.dtype), ')');
@@ -172,7 +207,8 @@ WriteParams check_write(const Tensor& kv_c_tensor,
   k_pe.want(k_pe.size(2) >= num_tokens, "a row for each of slot_mapping's ", num_tokens, " tokens");
   for (const Argument* t : {&kv_c, &k_pe, &slot_mapping}) t->want_device_of(kv_cache);
 
-  return {.kv_c = kv_c.data,
+  return {.format = format,
+          .kv_c = kv_c.data,
           .k_pe = k_pe.data,
           .kv_c_stride = kv_c.stride(2),
           .k_pe_stride = k_pe.stride(2),
@@ -182,25 +218,26 @@ WriteParams check_write(const Tensor& kv_c_tensor,
           .num_tokens = num_tokens};
 }
 
-RequestGatherParams check_request_gather(const Tensor& src_cache_tensor,
+RequestGatherParams check_request_gather(Format format,
+                                         const Tensor& src_cache_tensor,
                                          const Tensor& dst_tensor,
                                          const Tensor& block_table_tensor,
                                          const Tensor& workspace_starts_tensor,
                                          int64_t batch_size,
                                          const std::optional<Tensor>& seq_starts_tensor,
                                          int64_t layer) {
-  constexpr const char* kOp = "cp_gather_and_upconvert_nvfp4_kv_cache";
-  const Argument src_cache(kOp, "src_cache", src_cache_tensor);
-  const Argument dst(kOp, "dst", dst_tensor);
-  const Argument block_table(kOp, "block_table", block_table_tensor);
-  const Argument workspace_starts(kOp, "workspace_starts", workspace_starts_tensor);
+  const char* op = op_names(format).request_gather;
+  const Argument src_cache(op, "src_cache", src_cache_tensor);
+  const Argument dst(op, "dst", dst_tensor);
+  const Argument block_table(op, "block_table", block_table_tensor);
+  const Argument workspace_starts(op, "workspace_starts", workspace_starts_tensor);
   std::optional<Argument> seq_starts;
-  if (seq_starts_tensor) seq_starts.emplace(kOp, "seq_starts", *seq_starts_tensor);
+  if (seq_starts_tensor) seq_starts.emplace(op, "seq_starts", *seq_starts_tensor);
 
-  const PagedCache<uint8_t> cache = check_cache(src_cache, layer);
+  const PagedCache<uint8_t> cache = check_cache(format, src_cache, layer);
   const Element element = check_rows(dst, kHeadDim);
   dst.want(dst.size(2) <= 1 || dst.stride(2) >= kHeadDim, "rows that do not overlap");
-  if (batch_size < 0) refuse(kOp, "batch_size: wanted 0 or more, got ", batch_size);
+  if (batch_size < 0) refuse(op, "batch_size: wanted 0 or more, got ", batch_size);
   check_int32(block_table, 2, "[batch_size or more, max_blocks]");
   check_int32(workspace_starts, 1, "[batch_size or more]");
   block_table.want(block_table.size(2) >= batch_size, "a row for each of the ", batch_size,
@@ -215,7 +252,8 @@ RequestGatherParams check_request_gather(const Tensor& src_cache_tensor,
   }
   for (const Argument* t : {&dst, &block_table, &workspace_starts}) t->want_device_of(src_cache);
 
-  return {.cache = read_only(cache),
+  return {.format = format,
+          .cache = read_only(cache),
           .dst = dst.data,
           .dst_stride = dst.stride(2),
           .element = element,
@@ -231,28 +269,29 @@ RequestGatherParams check_request_gather(const Tensor& src_cache_tensor,
           .num_requests = batch_size};
 }
 
-SlotGather check_slot_gather(const Tensor& kv_cache_tensor,
+SlotGather check_slot_gather(Format format,
+                             const Tensor& kv_cache_tensor,
                              const Tensor& slots_tensor,
                              std::optional<torch::headeronly::ScalarType> dtype,
                              int64_t layer) {
-  constexpr const char* kOp = "gather_and_upconvert_nvfp4_ds_mla";
-  const Argument kv_cache(kOp, "kv_cache", kv_cache_tensor);
-  const PagedCache<uint8_t> cache = check_cache(kv_cache, layer);
+  const char* op = op_names(format).slot_gather;
+  const Argument kv_cache(op, "kv_cache", kv_cache_tensor);
+  const PagedCache<uint8_t> cache = check_cache(format, kv_cache, layer);
   {
-    const Argument slots(kOp, "slots", slots_tensor);
+    const Argument slots(op, "slots", slots_tensor);
     slots.want(is_index(slots), "int32 or int64");
     slots.want_device_of(kv_cache);
   }
   const int32_t out_dtype = dtype_of(dtype).value_or(aoti_torch_dtype_bfloat16());
   const auto element = element_of(out_dtype);
   if (!element) {
-    refuse(kOp, "dtype: wanted bfloat16, float16 or float32, got ", dtype_name(out_dtype));
+    refuse(op, "dtype: wanted bfloat16, float16 or float32, got ", dtype_name(out_dtype));
   }
 
   Tensor flat = slots_tensor.is_contiguous() || slots_tensor.dim() <= 1
                     ? slots_tensor
                     : torch::stable::contiguous(slots_tensor);
-  const Argument slots(kOp, "slots", flat);
+  const Argument slots(op, "slots", flat);
   std::vector<int64_t> shape(slots.sizes, slots.sizes + slots.dim);
   int64_t num_rows = 1;
   for (const int64_t size : shape) num_rows *= size;
@@ -260,13 +299,44 @@ SlotGather check_slot_gather(const Tensor& kv_cache_tensor,
   Tensor out = empty_contiguous(shape, out_dtype, kv_cache.device_type, kv_cache.device_index);
 
   const int64_t slot_stride = slots.dim == 1 ? slots.stride(1) : 1;
-  return {.params = {.cache = read_only(cache),
+  return {.params = {.format = format,
+                     .cache = read_only(cache),
                      .dst = out.data_ptr(),
                      .element = *element,
                      .slots = {slots.data, index_of(slots), slot_stride},
                      .num_rows = num_rows},
           .slots = flat,
           .out = out};
+}
+
+std::vector<ConvertParams> check_convert(const Tensor& src_tensor, const Tensor& dst_tensor) {
+  constexpr const char* kOp = "convert_kv_cache";
+  const auto format_of = [](const Argument& cache) {
+    for (const Format format : {Format::kNvfp4, Format::kFp8, Format::kBFloat16}) {
+      if (holds_records(cache, record_shape(format))) return format;
+    }
+    cache.want(false, "uint8 [..., num_blocks, block_size, ", kRecordBytes, "], uint8 [..., ",
+               fp8::kRecordBytes, "] or bfloat16 [..., ", kHeadDim,
+               "] with 3 or 4 dimensions, block_size >= 1 and contiguous records");
+    return Format::kNvfp4;
+  };
+  const Argument src(kOp, "src", src_tensor);
+  const Argument dst(kOp, "dst", dst_tensor);
+  const Format from = format_of(src), to = format_of(dst);
+  dst.want(from != to, "another format than that of src");
+  dst.want(std::equal(src.sizes, src.sizes + src.dim - 1, dst.sizes, dst.sizes + dst.dim - 1),
+           "the layers, blocks and block_size of src, ", list(src.sizes, src.dim - 1));
+  dst.want(records_apart(dst, record_shape(to)), "strides that keep records apart");
+  dst.want_device_of(src);
+
+  std::vector<ConvertParams> layers;
+  for (int64_t layer = 0; layer < num_layers_of(src); ++layer) {
+    layers.push_back({.from = from,
+                      .to = to,
+                      .src = read_only(layer_of(src, record_shape(from), layer)),
+                      .dst = layer_of(dst, record_shape(to), layer)});
+  }
+  return layers;
 }
 
 Decode check_decode(const Tensor& q_tensor,
@@ -281,7 +351,7 @@ Decode check_decode(const Tensor& q_tensor,
   const Argument q(kOp, "q", q_tensor);
   const Argument indices(kOp, "indices", indices_tensor);
 
-  const PagedCache<uint8_t> cache = check_cache(kv_cache, layer);
+  const PagedCache<uint8_t> cache = check_cache(Format::kNvfp4, kv_cache, layer);
   const auto element = element_of(q.dtype);
   q.want(element && element != Element::kFloat32 && q.dim == 4 && q.size(1) == kHeadDim &&
              q.stride(1) == 1,

@@ -8,13 +8,35 @@
 
 namespace nvfp4_dsmla {
 
-WriteParams check_write(const Tensor& kv_c,
+// The ops of a format by name.
+struct OpNames {
+  const char* write;
+  const char* request_gather;
+  const char* slot_gather;
+};
+constexpr OpNames op_names(Format format) {
+  switch (format) {
+    case Format::kNvfp4:
+      return {"concat_and_cache_nvfp4_ds_mla", "cp_gather_and_upconvert_nvfp4_kv_cache",
+              "gather_and_upconvert_nvfp4_ds_mla"};
+    case Format::kFp8:
+      return {"concat_and_cache_fp8_ds_mla", "cp_gather_and_upconvert_fp8_kv_cache",
+              "gather_and_upconvert_fp8_ds_mla"};
+    case Format::kBFloat16:
+      return {"concat_and_cache_bfloat16", nullptr, nullptr};
+  }
+  return {};
+}
+
+WriteParams check_write(Format format,
+                        const Tensor& kv_c,
                         const Tensor& k_pe,
                         const Tensor& kv_cache,
                         const Tensor& slot_mapping,
                         int64_t layer);
 
-RequestGatherParams check_request_gather(const Tensor& src_cache,
+RequestGatherParams check_request_gather(Format format,
+                                         const Tensor& src_cache,
                                          const Tensor& dst,
                                          const Tensor& block_table,
                                          const Tensor& workspace_starts,
@@ -29,10 +51,14 @@ struct SlotGather {
   Tensor slots;
   Tensor out;
 };
-SlotGather check_slot_gather(const Tensor& kv_cache,
+SlotGather check_slot_gather(Format format,
+                             const Tensor& kv_cache,
                              const Tensor& slots,
                              std::optional<torch::headeronly::ScalarType> dtype,
                              int64_t layer);
+
+// One for each layer, in the order of the layers.
+std::vector<ConvertParams> check_convert(const Tensor& src, const Tensor& dst);
 
 struct Decode {
   DecodeParams params;

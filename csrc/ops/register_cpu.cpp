@@ -31,14 +31,15 @@ std::string sentence(const Pieces&... pieces) {
   return text.str();
 }
 
+template <Format kFormat>
 void concat_and_cache(const Tensor& kv_c,
                       const Tensor& k_pe,
                       const Tensor& kv_cache,
                       const Tensor& slot_mapping,
                       int64_t layer) {
-  const WriteParams p = check_write(kv_c, k_pe, kv_cache, slot_mapping, layer);
+  const WriteParams p = check_write(kFormat, kv_c, k_pe, kv_cache, slot_mapping, layer);
   if (const int64_t t = cpu::find_slot_past_capacity(p); t >= 0) {
-    throw std::out_of_range(sentence("concat_and_cache_nvfp4_ds_mla: slot_mapping[", t,
+    throw std::out_of_range(sentence(op_names(kFormat).write, ": slot_mapping[", t,
                                      "]: wanted a slot below the cache's capacity of ",
                                      p.cache.capacity(), ", got ", p.slot_mapping[t]));
   }
@@ -47,27 +48,28 @@ void concat_and_cache(const Tensor& kv_c,
 
 void throw_fault(const RequestGatherParams& p, const cpu::GatherFaultAt& at) {
   using cpu::GatherFault;
-  constexpr const char* kOp = "cp_gather_and_upconvert_nvfp4_kv_cache: ";
+  const std::string op = sentence(op_names(p.format).request_gather, ": ");
   switch (at.fault) {
     case GatherFault::kNone:
       return;
     case GatherFault::kStartsNotFromZero:
-      throw std::invalid_argument(sentence(kOp, "workspace_starts[0]: wanted 0, got ", at.value));
+      throw std::invalid_argument(sentence(op, "workspace_starts[0]: wanted 0, got ", at.value));
     case GatherFault::kStartsDecrease:
-      throw std::invalid_argument(sentence(kOp, "workspace_starts[", at.request,
+      throw std::invalid_argument(sentence(op, "workspace_starts[", at.request,
                                            "]: wanted no less than the entry before it, got ",
                                            at.value));
     case GatherFault::kTokenOutsideTable:
-      throw std::out_of_range(sentence(kOp, "dst: wanted rows within request ", at.request, "'s ",
+      throw std::out_of_range(sentence(op, "dst: wanted rows within request ", at.request, "'s ",
                                        p.max_blocks, " blocks of ", p.cache.block_size,
                                        " tokens, got its token ", at.value));
     case GatherFault::kBlockOutsideCache:
-      throw std::out_of_range(sentence(kOp, "block_table[", at.request, ", ", at.column,
+      throw std::out_of_range(sentence(op, "block_table[", at.request, ", ", at.column,
                                        "]: wanted a block id in [0, ", p.cache.num_blocks,
                                        "), got ", at.value));
   }
 }
 
+template <Format kFormat>
 void cp_gather(const Tensor& src_cache,
                const Tensor& dst,
                const Tensor& block_table,
@@ -75,19 +77,26 @@ void cp_gather(const Tensor& src_cache,
                int64_t batch_size,
                const std::optional<Tensor>& seq_starts,
                int64_t layer) {
-  const RequestGatherParams p = check_request_gather(src_cache, dst, block_table, workspace_starts,
-                                                     batch_size, seq_starts, layer);
+  const RequestGatherParams p = check_request_gather(
+      kFormat, src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer);
   throw_fault(p, cpu::find_gather_fault(p));
   for_rows<RequestGatherParams>(p.num_rows, p, &cpu::gather);
 }
 
+template <Format kFormat>
 Tensor gather(const Tensor& kv_cache,
               const Tensor& slots,
               std::optional<torch::headeronly::ScalarType> dtype,
               int64_t layer) {
-  const SlotGather call = check_slot_gather(kv_cache, slots, dtype, layer);
+  const SlotGather call = check_slot_gather(kFormat, kv_cache, slots, dtype, layer);
   for_rows<SlotGatherParams>(call.params.num_rows, call.params, &cpu::gather);
   return call.out;
+}
+
+void convert(const Tensor& src, const Tensor& dst) {
+  for (const ConvertParams& p : check_convert(src, dst)) {
+    for_rows<ConvertParams>(p.src.capacity(), p, &cpu::convert);
+  }
 }
 
 Tensor floats(int64_t count) {
@@ -147,9 +156,21 @@ std::tuple<Tensor, Tensor> merge(const Tensor& out_a,
 }  // namespace nvfp4_dsmla
 
 STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CPU, library) {
-  library.impl("concat_and_cache_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::concat_and_cache));
-  library.impl("cp_gather_and_upconvert_nvfp4_kv_cache", TORCH_BOX(&nvfp4_dsmla::cp_gather));
-  library.impl("gather_and_upconvert_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::gather));
+  using nvfp4_dsmla::Format;
+  library.impl("concat_and_cache_nvfp4_ds_mla",
+               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kNvfp4>));
+  library.impl("concat_and_cache_fp8_ds_mla",
+               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kFp8>));
+  library.impl("concat_and_cache_bfloat16",
+               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kBFloat16>));
+  library.impl("cp_gather_and_upconvert_nvfp4_kv_cache",
+               TORCH_BOX(&nvfp4_dsmla::cp_gather<Format::kNvfp4>));
+  library.impl("cp_gather_and_upconvert_fp8_kv_cache",
+               TORCH_BOX(&nvfp4_dsmla::cp_gather<Format::kFp8>));
+  library.impl("gather_and_upconvert_nvfp4_ds_mla",
+               TORCH_BOX(&nvfp4_dsmla::gather<Format::kNvfp4>));
+  library.impl("gather_and_upconvert_fp8_ds_mla", TORCH_BOX(&nvfp4_dsmla::gather<Format::kFp8>));
+  library.impl("convert_kv_cache", TORCH_BOX(&nvfp4_dsmla::convert));
   library.impl("sparse_mla_decode", TORCH_BOX(&nvfp4_dsmla::decode));
   library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
 }

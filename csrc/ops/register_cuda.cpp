@@ -40,15 +40,17 @@ void launch(const char* op,
   on_current_stream(op, on, [&](CUstream_st* stream) { return enqueue(params, stream); });
 }
 
+template <Format kFormat>
 void concat_and_cache(const Tensor& kv_c,
                       const Tensor& k_pe,
                       const Tensor& kv_cache,
                       const Tensor& slot_mapping,
                       int64_t layer) {
-  const WriteParams p = check_write(kv_c, k_pe, kv_cache, slot_mapping, layer);
-  launch("concat_and_cache_nvfp4_ds_mla", p.num_tokens, p, kv_cache, &cuda::write);
+  const WriteParams p = check_write(kFormat, kv_c, k_pe, kv_cache, slot_mapping, layer);
+  launch(op_names(kFormat).write, p.num_tokens, p, kv_cache, &cuda::write);
 }
 
+template <Format kFormat>
 void cp_gather(const Tensor& src_cache,
                const Tensor& dst,
                const Tensor& block_table,
@@ -56,20 +58,30 @@ void cp_gather(const Tensor& src_cache,
                int64_t batch_size,
                const std::optional<Tensor>& seq_starts,
                int64_t layer) {
-  const RequestGatherParams p = check_request_gather(src_cache, dst, block_table, workspace_starts,
-                                                     batch_size, seq_starts, layer);
-  launch<RequestGatherParams>("cp_gather_and_upconvert_nvfp4_kv_cache", p.num_rows, p, src_cache,
+  const RequestGatherParams p = check_request_gather(
+      kFormat, src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer);
+  launch<RequestGatherParams>(op_names(kFormat).request_gather, p.num_rows, p, src_cache,
                               &cuda::gather);
 }
 
+template <Format kFormat>
 Tensor gather(const Tensor& kv_cache,
               const Tensor& slots,
               std::optional<torch::headeronly::ScalarType> dtype,
               int64_t layer) {
-  const SlotGather call = check_slot_gather(kv_cache, slots, dtype, layer);
-  launch<SlotGatherParams>("gather_and_upconvert_nvfp4_ds_mla", call.params.num_rows, call.params,
+  const SlotGather call = check_slot_gather(kFormat, kv_cache, slots, dtype, layer);
+  launch<SlotGatherParams>(op_names(kFormat).slot_gather, call.params.num_rows, call.params,
                            kv_cache, &cuda::gather);
   return call.out;
+}
+
+void convert(const Tensor& src, const Tensor& dst) {
+  constexpr const char* kOp = "convert_kv_cache";
+  for (const ConvertParams& p : check_convert(src, dst)) {
+    check_capacity(kOp, p.src);
+    if (p.src.capacity() == 0) continue;
+    on_current_stream(kOp, dst, [&](CUstream_st* stream) { return cuda::convert(p, stream); });
+  }
 }
 
 std::tuple<Tensor, Tensor> decode(const Tensor& q,
@@ -115,9 +127,21 @@ std::tuple<Tensor, Tensor> merge(const Tensor& out_a,
 }  // namespace nvfp4_dsmla
 
 STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CUDA, library) {
-  library.impl("concat_and_cache_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::concat_and_cache));
-  library.impl("cp_gather_and_upconvert_nvfp4_kv_cache", TORCH_BOX(&nvfp4_dsmla::cp_gather));
-  library.impl("gather_and_upconvert_nvfp4_ds_mla", TORCH_BOX(&nvfp4_dsmla::gather));
+  using nvfp4_dsmla::Format;
+  library.impl("concat_and_cache_nvfp4_ds_mla",
+               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kNvfp4>));
+  library.impl("concat_and_cache_fp8_ds_mla",
+               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kFp8>));
+  library.impl("concat_and_cache_bfloat16",
+               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kBFloat16>));
+  library.impl("cp_gather_and_upconvert_nvfp4_kv_cache",
+               TORCH_BOX(&nvfp4_dsmla::cp_gather<Format::kNvfp4>));
+  library.impl("cp_gather_and_upconvert_fp8_kv_cache",
+               TORCH_BOX(&nvfp4_dsmla::cp_gather<Format::kFp8>));
+  library.impl("gather_and_upconvert_nvfp4_ds_mla",
+               TORCH_BOX(&nvfp4_dsmla::gather<Format::kNvfp4>));
+  library.impl("gather_and_upconvert_fp8_ds_mla", TORCH_BOX(&nvfp4_dsmla::gather<Format::kFp8>));
+  library.impl("convert_kv_cache", TORCH_BOX(&nvfp4_dsmla::convert));
   library.impl("sparse_mla_decode", TORCH_BOX(&nvfp4_dsmla::decode));
   library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
 }

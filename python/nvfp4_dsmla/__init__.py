@@ -17,9 +17,17 @@ from nvfp4_dsmla._load import loaded_libraries
 
 _load_libraries()
 
-from nvfp4_dsmla import _C, layout, reference
+from nvfp4_dsmla import _C, layout, reference, reference_formats
 from nvfp4_dsmla import _fake as _fake
 from nvfp4_dsmla.cache import allocate_kv_cache, slot_mapping_from_block_table
+from nvfp4_dsmla.format_ops import (
+    concat_and_cache_bfloat16,
+    concat_and_cache_fp8_ds_mla,
+    concat_and_cache_mla,
+    convert_kv_cache,
+    cp_gather_and_upconvert_fp8_kv_cache,
+    gather_and_upconvert_fp8_ds_mla,
+)
 from nvfp4_dsmla.formats import (
     CACHE_FORMATS,
     QUANTIZED_DS_MLA_CACHE_FORMATS,
@@ -56,9 +64,15 @@ __all__ = [
     "__version__",
     "allocate_kv_cache",
     "canonicalize_kv_cache_dtype",
+    "concat_and_cache_bfloat16",
+    "concat_and_cache_fp8_ds_mla",
+    "concat_and_cache_mla",
     "concat_and_cache_nvfp4_ds_mla",
+    "convert_kv_cache",
+    "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_and_upconvert_nvfp4_kv_cache",
     "format_from_cache",
+    "gather_and_upconvert_fp8_ds_mla",
     "gather_and_upconvert_nvfp4_ds_mla",
     "get_cache_format",
     "get_kv_cache_spec",
@@ -68,6 +82,7 @@ __all__ = [
     "loaded_libraries",
     "merge_attention_states",
     "reference",
+    "reference_formats",
     "slot_mapping_from_block_table",
     "sparse_mla_decode",
     "supports_combination",

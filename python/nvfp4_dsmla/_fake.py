@@ -14,11 +14,14 @@ from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM
 
 
 @torch.library.register_fake("nvfp4_dsmla::concat_and_cache_nvfp4_ds_mla")
+@torch.library.register_fake("nvfp4_dsmla::concat_and_cache_fp8_ds_mla")
+@torch.library.register_fake("nvfp4_dsmla::concat_and_cache_bfloat16")
 def _(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, layer: int = 0) -> None:
     return None
 
 
 @torch.library.register_fake("nvfp4_dsmla::cp_gather_and_upconvert_nvfp4_kv_cache")
+@torch.library.register_fake("nvfp4_dsmla::cp_gather_and_upconvert_fp8_kv_cache")
 def _(
     src_cache: Tensor,
     dst: Tensor,
@@ -32,8 +35,14 @@ def _(
 
 
 @torch.library.register_fake("nvfp4_dsmla::gather_and_upconvert_nvfp4_ds_mla")
+@torch.library.register_fake("nvfp4_dsmla::gather_and_upconvert_fp8_ds_mla")
 def _(kv_cache: Tensor, slots: Tensor, dtype: torch.dtype | None = None, layer: int = 0) -> Tensor:
     return kv_cache.new_empty((*slots.shape, HEAD_DIM), dtype=dtype or torch.bfloat16)
+
+
+@torch.library.register_fake("nvfp4_dsmla::convert_kv_cache")
+def _(src: Tensor, dst: Tensor) -> None:
+    return None
 
 
 @torch.library.register_fake("nvfp4_dsmla::sparse_mla_decode")

@@ -31,7 +31,7 @@ _decode = torch.ops.nvfp4_dsmla.sparse_mla_decode.default
 _merge = torch.ops.nvfp4_dsmla.merge_attention_states.default
 
 
-def _same_device(op: str, cache_name: str, cache: Tensor, **others: Tensor | None) -> None:
+def check_devices(op: str, cache_name: str, cache: Tensor, **others: Tensor | None) -> None:
     """The C++ checks this too, but a meta tensor among real ones never gets there: nothing runs."""
     device = cache.device
     for name, tensor in others.items():
@@ -67,7 +67,7 @@ def concat_and_cache_nvfp4_ds_mla(
     Source: the signature is that of the public engines' `concat_and_cache_mla`, without the format
     name and scale; the record is described in docs/format.md.
     """
-    _same_device(
+    check_devices(
         "concat_and_cache_nvfp4_ds_mla",
         "kv_cache",
         kv_cache,
@@ -115,7 +115,7 @@ def cp_gather_and_upconvert_nvfp4_kv_cache(
 
     Source: the signature is that of the public engines' `cp_gather_and_upconvert_fp8_kv_cache`.
     """
-    _same_device(
+    check_devices(
         "cp_gather_and_upconvert_nvfp4_kv_cache",
         "src_cache",
         src_cache,
@@ -148,7 +148,7 @@ def gather_and_upconvert_nvfp4_ds_mla(
 
     Source: this library's own; the record is described in docs/format.md.
     """
-    _same_device("gather_and_upconvert_nvfp4_ds_mla", "kv_cache", kv_cache, slots=slots)
+    check_devices("gather_and_upconvert_nvfp4_ds_mla", "kv_cache", kv_cache, slots=slots)
     out: Tensor = _gather(kv_cache, slots, dtype, layer)
     return out
 
@@ -203,7 +203,7 @@ def sparse_mla_decode(
 
     Source: the arguments are those of FlashMLA's `flash_mla_with_kvcache` with sparse indices.
     """
-    _same_device(
+    check_devices(
         "sparse_mla_decode",
         "kv_cache",
         kv_cache,
@@ -242,6 +242,6 @@ def merge_attention_states(
 
     Source: this library's own; the formula is that of the online softmax.
     """
-    _same_device("merge_attention_states", "out_a", out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    check_devices("merge_attention_states", "out_a", out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out, lse = _merge(out_a, lse_a, out_b, lse_b)
     return out, lse

@@ -36,18 +36,26 @@ subnormal numbers are flushed to zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nvfp4_dsmla import layout
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["attention", "concat_and_cache", "cp_gather", "decode", "encode", "gather", "merge"]
+__all__ = [
+    "NVFP4",
+    "Codec",
+    "attention",
+    "concat_and_cache",
+    "cp_gather",
+    "decode",
+    "encode",
+    "gather",
+    "merge",
+]
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; 8 to 15 negate them
 E2M1_MIDPOINTS = tuple((below + above) / 2 for below, above in pairwise(E2M1_MAGNITUDES))
@@ -75,13 +83,13 @@ def encode(kv_c: Tensor, k_pe: Tensor) -> Tensor:
     """
     blocks = kv_c.float().reshape(*kv_c.shape[:-1], layout.NUM_SCALES, layout.BLOCK_DIM)
     scale = _block_scale(blocks)
-    inverse = (1.0 / _from_e4m3(scale).double()).float()  # by way of fp64: see _block_scale
+    inverse = (1.0 / from_e4m3(scale).double()).float()  # by way of fp64: see _block_scale
     codes = _to_e2m1(blocks, inverse[..., None])
     pairs = codes.reshape(*kv_c.shape[:-1], layout.NOPE_DIM // 2, 2)
     packed = pairs[..., 0] | (pairs[..., 1] << 4)
     # Stored as an 8 x 4 -> 4 x 8 transpose: a reader's thread q finds its blocks 4c + q together.
     stored_scale = scale.reshape(*scale.shape[:-1], 8, 4).transpose(-1, -2).flatten(-2)
-    rope = _to_e4m3(k_pe.float())
+    rope = to_e4m3(k_pe.float())
     return torch.cat([part.to(torch.uint8) for part in (packed, rope, stored_scale)], dim=-1)
 
 
@@ -104,15 +112,33 @@ def decode(records: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
     packed = layout.codes(records).int()
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1)
-    stored_scale = _from_e4m3(layout.scale_bytes(records).int())
+    stored_scale = from_e4m3(layout.scale_bytes(records).int())
     scale = stored_scale.reshape(*stored_scale.shape[:-1], 4, 8).transpose(-1, -2).flatten(-2)
     values = _from_e2m1(codes.reshape(*scale.shape, layout.BLOCK_DIM)) * scale[..., None]
-    rope = _from_e4m3(layout.rope_bytes(records).int())
+    rope = from_e4m3(layout.rope_bytes(records).int())
     return torch.cat([values.flatten(-2).to(dtype), rope.to(dtype)], dim=-1)
 
 
+class Codec(NamedTuple):
+    """A format as the functions below take it; reference_formats has others."""
+
+    width: int
+    """Elements of a record: the cache's last dimension."""
+    encode: Callable[[Tensor, Tensor], Tensor]
+    decode: Callable[[Tensor, torch.dtype], Tensor]
+
+
+NVFP4 = Codec(layout.RECORD_BYTES, encode, decode)
+"""`nvfp4_ds_mla`."""
+
+
 def concat_and_cache(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, layer: int = 0
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int = 0,
+    codec: Codec = NVFP4,
 ) -> None:
     """Write the records of tokens to their slots; the rest of the cache stays as it is.
 
@@ -127,15 +153,16 @@ def concat_and_cache(
             [num_layers, num_blocks, block_size, 352], any strides; changed in place.
         slot_mapping: int64 or int32 [T], T <= T'; only the first T tokens are written.
         layer: layer of the pool to write, 0 for the cache of one layer.
+        codec: of another format, whose cache `kv_cache` then is.
 
     Raises:
         ValueError: `kv_cache` or `layer` is not as above.
     """
-    capacity = _capacity(kv_cache, layer)
+    capacity = _capacity(kv_cache, layer, codec)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0 or capacity == 0:
         return
-    records = encode(kv_c[:num_tokens], k_pe[:num_tokens])
+    records = codec.encode(kv_c[:num_tokens], k_pe[:num_tokens])
     slots = slot_mapping.long()
     written = (slots >= 0) & (slots < capacity)
     # The number of writes must not depend on the data. So a skipped token repeats the write of
@@ -157,6 +184,7 @@ def cp_gather(
     batch_size: int,
     seq_starts: Tensor | None = None,
     layer: int = 0,
+    codec: Codec = NVFP4,
 ) -> None:
     """Read the tokens of several requests, back to back, into rows of a workspace.
 
@@ -176,11 +204,12 @@ def cp_gather(
         seq_starts: int32 [>= batch_size]: tokens at the start of each request to leave out; None
             for 0.
         layer: layer of the pool to read, 0 for the cache of one layer.
+        codec: of another format, whose cache `src_cache` then is.
 
     Raises:
         ValueError: `src_cache` or `layer` is not as above.
     """
-    capacity = _capacity(src_cache, layer)
+    capacity = _capacity(src_cache, layer, codec)
     block_size = src_cache.shape[-2]
     max_blocks = block_table.shape[1]
     if batch_size == 0 or capacity == 0 or max_blocks == 0:
@@ -198,11 +227,15 @@ def cp_gather(
     block = block_table[request, column.clamp(0, max_blocks - 1)].long()
     # A bad block id makes a slot outside the cache, which the gather reads as zeros.
     slots = torch.where(in_table, block * block_size + token.remainder(block_size), -1)
-    dst.copy_(gather(src_cache, slots, dst.dtype, layer))
+    dst.copy_(gather(src_cache, slots, dst.dtype, layer, codec))
 
 
 def gather(
-    kv_cache: Tensor, slots: Tensor, dtype: torch.dtype = torch.bfloat16, layer: int = 0
+    kv_cache: Tensor,
+    slots: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    layer: int = 0,
+    codec: Codec = NVFP4,
 ) -> Tensor:
     """Read the tokens at given slots.
 
@@ -213,6 +246,7 @@ def gather(
             any record holds.
         dtype: bfloat16, float16 or float32.
         layer: layer of the pool to read, 0 for the cache of one layer.
+        codec: of another format, whose cache `kv_cache` then is.
 
     Returns:
         `dtype` [*slots.shape, 576].
@@ -220,14 +254,14 @@ def gather(
     Raises:
         ValueError: `kv_cache` or `layer` is not as above.
     """
-    capacity = _capacity(kv_cache, layer)
+    capacity = _capacity(kv_cache, layer, codec)
     if capacity == 0:
         return torch.zeros(*slots.shape, layout.HEAD_DIM, dtype=dtype, device=kv_cache.device)
     slots = slots.long()
     found = (slots >= 0) & (slots < capacity)
     records = kv_cache[_place(kv_cache, torch.where(found, slots, 0), layer)]
     # Selected and not multiplied: 0 * NaN would let a record that nobody asked for through.
-    return torch.where(found[..., None], decode(records, dtype), 0.0)
+    return torch.where(found[..., None], codec.decode(records, dtype), 0.0)
 
 
 def attention(
@@ -268,7 +302,7 @@ def attention(
     """
     batch, _, _, _ = q.shape
     topk = indices.shape[-1]
-    selected = (indices >= 0) & (indices < _capacity(kv_cache, layer))
+    selected = (indices >= 0) & (indices < _capacity(kv_cache, layer, NVFP4))
     if topk_length is not None:
         rank = torch.arange(topk, device=indices.device)
         selected = selected & (rank < topk_length.reshape(batch, -1, 1))
@@ -335,7 +369,7 @@ def _to_e2m1(x: Tensor, inverse: Tensor) -> Tensor:
     return torch.where(x.isnan(), E2M1_NAN, code)
 
 
-def _to_e4m3(x: Tensor) -> Tensor:
+def to_e4m3(x: Tensor) -> Tensor:
     """fp32 -> the bytes of the nearest e4m3 numbers, int32, saturating at +-448."""
     # Clamped before the conversion, as a kernel has to: not every converter saturates.
     magnitude = torch.where(x.isnan(), 0.0, x.abs()).clamp(max=E4M3_MAX)
@@ -362,7 +396,7 @@ def _from_e2m1(code: Tensor) -> Tensor:
     return torch.where((code & 0x8) != 0, -magnitude, magnitude)
 
 
-def _from_e4m3(byte: Tensor) -> Tensor:
+def from_e4m3(byte: Tensor) -> Tensor:
     """int32 bytes 0 to 255 -> fp32 values."""
     magnitude = _minifloat(byte & 0x7F, E4M3_MANTISSA_BITS, E4M3_BIAS)
     magnitude = torch.where((byte & 0x7F) == E4M3_NAN, float("nan"), magnitude)
@@ -383,12 +417,12 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _capacity(kv_cache: Tensor, layer: int) -> int:
+def _capacity(kv_cache: Tensor, layer: int, codec: Codec) -> int:
     """Slots of a layer; checks the shape of the cache and the layer."""
-    if kv_cache.dim() not in (3, 4) or kv_cache.shape[-1] != layout.RECORD_BYTES:
+    if kv_cache.dim() not in (3, 4) or kv_cache.shape[-1] != codec.width:
         raise ValueError(
-            "kv_cache must be [num_blocks, block_size, 352] or "
-            f"[num_layers, num_blocks, block_size, 352], got {list(kv_cache.shape)}"
+            f"kv_cache must be [num_blocks, block_size, {codec.width}] or "
+            f"[num_layers, num_blocks, block_size, {codec.width}], got {list(kv_cache.shape)}"
         )
     num_layers = kv_cache.shape[0] if kv_cache.dim() == 4 else 1
     if not 0 <= layer < num_layers:

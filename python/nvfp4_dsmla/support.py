@@ -9,7 +9,7 @@ text that the op raises.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,14 @@ def _gather(op: torch._ops.OpOverload, asked: _Question) -> None:
     op(asked.empty_cache(), _no_index(0), asked.dtype)
 
 
+def _convert(op: torch._ops.OpOverload, asked: _Question) -> None:
+    """To bfloat16, or from it."""
+    of_bfloat16 = replace(asked, cache_format=get_cache_format("bfloat16"))
+    quantised = asked if asked.cache_format.is_quantized else _Question(get_cache_format("fp8"))
+    quantised = replace(quantised, block_size=asked.block_size)
+    op(quantised.empty_cache(), of_bfloat16.empty_cache())
+
+
 def _decode(op: torch._ops.OpOverload, asked: _Question) -> None:
     q = torch.empty(0, 1, asked.num_heads, asked.head_size, dtype=asked.dtype)
     sink = torch.empty(asked.num_heads) if asked.has_sink else None
@@ -88,10 +96,17 @@ class _Op:
 
 _OPS: dict[str, _Op] = {
     "concat_and_cache_nvfp4_ds_mla": _Op("nvfp4_ds_mla", _write, serves=True),
+    "concat_and_cache_fp8_ds_mla": _Op("fp8_ds_mla", _write, serves=True),
+    "concat_and_cache_bfloat16": _Op("bfloat16", _write, serves=True),
     "cp_gather_and_upconvert_nvfp4_kv_cache": _Op("nvfp4_ds_mla", _cp_gather, serves=True),
     "gather_and_upconvert_nvfp4_ds_mla": _Op(
         "nvfp4_ds_mla", _gather, serves=True, takes_head_size=False
     ),
+    "cp_gather_and_upconvert_fp8_kv_cache": _Op("fp8_ds_mla", _cp_gather, serves=True),
+    "gather_and_upconvert_fp8_ds_mla": _Op(
+        "fp8_ds_mla", _gather, serves=True, takes_head_size=False
+    ),
+    "convert_kv_cache": _Op(None, _convert, serves=False, takes_head_size=False),
     "sparse_mla_decode": _Op("nvfp4_ds_mla", _decode, serves=True, is_sparse=True),
     # Only context parallelism needs it.
     "merge_attention_states": _Op(None, _merge, serves=False, takes_head_size=False),
@@ -152,8 +167,6 @@ def supports_combination(
         has_sink=has_sink,
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
-    if not names:
-        return f"{format_name}: wanted a format that this build has ops for, got none for it"
     for name in names:
         reason = _why_not_on(name, device_type, compute_capability) or _why_not(
             name, asked, use_sparse
@@ -164,7 +177,12 @@ def supports_combination(
 
 
 def _needed_by(format_name: str) -> list[str]:
-    return [name for name, op in _OPS.items() if op.serves and op.format_name == format_name]
+    """Its write, its gathers, and attention, which other formats lack: their reason is the op's."""
+    return [
+        name
+        for name, op in _OPS.items()
+        if op.serves and (op.format_name == format_name or op.is_sparse)
+    ]
 
 
 def _why_not_on(op: str, device_type: str, capability: tuple[int, int] | None) -> str | None:

@@ -1,6 +1,7 @@
 #include <algorithm>
 
-#include "format/token.h"
+#include "format/codecs.h"
+#include "kernels/cpu/by_element.h"
 #include "kernels/cpu/prefetch.h"
 #include "kernels/cpu/vectorise.h"
 #include "kernels/launch.h"
@@ -8,14 +9,14 @@
 namespace nvfp4_dsmla::cpu {
 namespace {
 
-template <class Out>
+template <class Codec, class Out>
 NVFP4_DSMLA_INLINE void gather_slots(const SlotGatherParams& p, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
-    prefetch_ahead<false>(p.cache, p.slots, r, end);
+    prefetch_ahead<Codec, false>(p.cache, p.slots, r, end);
     Out* row = static_cast<Out*>(p.dst) + r * kHeadDim;
     const int64_t slot = p.slots[r];
     if (p.cache.holds(slot)) {
-      decode_token(p.cache.record(slot), row);
+      Codec::decode(p.cache.record(slot), row);
     } else {
       std::fill_n(row, kHeadDim, Out{});
     }
@@ -53,7 +54,7 @@ int64_t request_of(const RequestGatherParams& p, int64_t row) {
   return low - 1;
 }
 
-template <class Out>
+template <class Codec, class Out>
 NVFP4_DSMLA_INLINE void gather_requests(const RequestGatherParams& p, int64_t begin, int64_t end) {
   int64_t request = request_of(p, begin);
   for (int64_t r = begin; r < end; ++r) {
@@ -65,46 +66,44 @@ NVFP4_DSMLA_INLINE void gather_requests(const RequestGatherParams& p, int64_t be
     while (start(p, request + 1) <= r && request + 1 < p.num_requests) ++request;
     const int64_t token = token_of(p, request, r);
     const int64_t block = block_at(p, request, token / p.cache.block_size);
-    decode_token(p.cache.record(block, token % p.cache.block_size), row);
+    Codec::decode(p.cache.record(block, token % p.cache.block_size), row);
   }
 }
 
-#define NVFP4_DSMLA_GATHER(name, Out)                                                              \
+// Clones are made of plain functions, not of templates.
+#define NVFP4_DSMLA_GATHER(name, Codec, Out)                                                       \
   NVFP4_DSMLA_VECTORISE void slots_##name(const SlotGatherParams& p, int64_t begin, int64_t end) { \
-    gather_slots<Out>(p, begin, end);                                                              \
+    gather_slots<Codec, Out>(p, begin, end);                                                       \
   }                                                                                                \
   NVFP4_DSMLA_VECTORISE void requests_##name(const RequestGatherParams& p, int64_t begin,          \
                                              int64_t end) {                                        \
-    gather_requests<Out>(p, begin, end);                                                           \
+    gather_requests<Codec, Out>(p, begin, end);                                                    \
   }
-// Clones are made of plain functions, not of templates.
-NVFP4_DSMLA_GATHER(bfloat16, BFloat16)
-NVFP4_DSMLA_GATHER(float16, Float16)
-NVFP4_DSMLA_GATHER(float32, float)
+NVFP4_DSMLA_GATHER(nvfp4_bfloat16, Nvfp4Codec, BFloat16)
+NVFP4_DSMLA_GATHER(nvfp4_float16, Nvfp4Codec, Float16)
+NVFP4_DSMLA_GATHER(nvfp4_float32, Nvfp4Codec, float)
+NVFP4_DSMLA_GATHER(fp8_bfloat16, Fp8Codec, BFloat16)
+NVFP4_DSMLA_GATHER(fp8_float16, Fp8Codec, Float16)
+NVFP4_DSMLA_GATHER(fp8_float32, Fp8Codec, float)
 #undef NVFP4_DSMLA_GATHER
 
 }  // namespace
 
 void gather(const SlotGatherParams& p, int64_t begin, int64_t end) {
-  switch (p.element) {
-    case Element::kBFloat16:
-      return slots_bfloat16(p, begin, end);
-    case Element::kFloat16:
-      return slots_float16(p, begin, end);
-    case Element::kFloat32:
-      return slots_float32(p, begin, end);
-  }
+  const Kernel<SlotGatherParams> kernel =
+      p.format == Format::kFp8
+          ? by_element(p.element, slots_fp8_bfloat16, slots_fp8_float16, slots_fp8_float32)
+          : by_element(p.element, slots_nvfp4_bfloat16, slots_nvfp4_float16, slots_nvfp4_float32);
+  kernel(p, begin, end);
 }
 
 void gather(const RequestGatherParams& p, int64_t begin, int64_t end) {
-  switch (p.element) {
-    case Element::kBFloat16:
-      return requests_bfloat16(p, begin, end);
-    case Element::kFloat16:
-      return requests_float16(p, begin, end);
-    case Element::kFloat32:
-      return requests_float32(p, begin, end);
-  }
+  const Kernel<RequestGatherParams> kernel =
+      p.format == Format::kFp8
+          ? by_element(p.element, requests_fp8_bfloat16, requests_fp8_float16, requests_fp8_float32)
+          : by_element(p.element, requests_nvfp4_bfloat16, requests_nvfp4_float16,
+                       requests_nvfp4_float32);
+  kernel(p, begin, end);
 }
 
 GatherFaultAt find_gather_fault(const RequestGatherParams& p) {

@@ -3,7 +3,6 @@
 // takes 340 ns a token without the hint and 135 with it, a write 520 and 290.
 #pragma once
 
-#include "format/record.h"
 #include "kernels/params.h"
 
 namespace nvfp4_dsmla::cpu {
@@ -12,7 +11,7 @@ namespace nvfp4_dsmla::cpu {
 inline constexpr int64_t kTokensAhead = 4;
 
 // Brings in the record of the token `kTokensAhead` after `i`, if there is one before `end`.
-template <bool kForWriting, class Byte>
+template <class Codec, bool kForWriting, class Byte>
 NVFP4_DSMLA_INLINE void prefetch_ahead(const PagedCache<Byte>& cache,
                                        const Slots& slots,
                                        int64_t i,
@@ -22,7 +21,9 @@ NVFP4_DSMLA_INLINE void prefetch_ahead(const PagedCache<Byte>& cache,
   const int64_t slot = slots[i + kTokensAhead];
   if (!cache.holds(slot)) return;
   const Byte* record = cache.record(slot);
-  for (int b = 0; b < kRecordBytes; b += kLineBytes) __builtin_prefetch(record + b, kForWriting);
+  for (int b = 0; b < Codec::kRecordBytes; b += kLineBytes) {
+    __builtin_prefetch(record + b, kForWriting);
+  }
 }
 
 }  // namespace nvfp4_dsmla::cpu

@@ -8,29 +8,16 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "format/e4m3.h"
 #include "format/record.h"
-#include "kernels/cuda/expand.cuh"
+#include "kernels/cuda/codec_fp8.cuh"
+#include "kernels/cuda/codec_nvfp4.cuh"
+#include "kernels/cuda/lane_memory.cuh"
 #include "kernels/cuda/locate.cuh"
 #include "kernels/cuda/paging.cuh"
 #include "kernels/launch.h"
 
 namespace nvfp4_dsmla::cuda {
 namespace {
-
-// A row's share of a lane: kPerLane elements of each of kSteps equal parts, and two of RoPE.
-
-template <class Word, bool kWide>
-__device__ uint32_t load(const uint8_t* from) {
-  if constexpr (kWide) {
-    return __ldg(reinterpret_cast<const Word*>(from));
-  } else {
-    uint32_t word = 0;
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(Word)); ++i) word |= uint32_t{from[i]} << 8 * i;
-    return word;
-  }
-}
 
 template <class Out, bool kWide>
 __device__ void store(Out* to, const uint32_t (&words)[4]) {
@@ -43,27 +30,25 @@ __device__ void store(Out* to, const uint32_t (&words)[4]) {
   }
 }
 
-template <class Out, bool kWide>
+// A row's share of a lane: kPerLane elements of each of kSteps equal parts, and two of RoPE.
+template <class Codec, class Out, bool kWide>
 struct RowPart {
   static constexpr int kPerLane = 16 / sizeof(Out);  // a 16-byte store
   static constexpr int kSteps = kNopeDim / (kPerLane * kWarpSize);
-  static constexpr int kRopePerLane = kRopeDim / kWarpSize;
-  using CodeWord = std::conditional_t<kPerLane == 8, uint32_t, uint16_t>;
-  static_assert(sizeof(CodeWord) * kCodesPerByte == kPerLane && kRopePerLane == 2);
+  using Codes = typename Codec::template Codes<kPerLane>;
 
   __device__ static int element(int step) { return (step * kWarpSize + lane_id()) * kPerLane; }
 
   // A missing record reads as zeros: a scale of zero makes every element +0.
   __device__ void load_from(const uint8_t* record) {
-    rope = record == nullptr
-               ? 0
-               : load<uint16_t, kWide>(record + kRopeOffset + lane_id() * kRopePerLane);
+    using Rope = typename Codec::RopeWord;
+    using Scale = typename Codec::ScaleWord;
+    rope = record == nullptr ? 0 : load_word<Rope, kWide>(Codec::rope_of(record));
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int e = element(s);
-      codes[s] =
-          record == nullptr ? 0 : load<CodeWord, kWide>(record + kCodesOffset + e / kCodesPerByte);
-      scales[s] = record == nullptr ? 0 : __ldg(record + scale_offset(e / kBlockDim));
+      codes[s] = record == nullptr ? 0 : load_word<Codes, kWide>(record + Codec::codes_at(e));
+      scales[s] = record == nullptr ? 0 : load_word<Scale, kWide>(record + Codec::scale_at(e));
     }
   }
 
@@ -71,11 +56,11 @@ struct RowPart {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       uint32_t words[4];
-      expand<Out>(codes[s], scales[s], words);
+      Codec::template expand<Out>(codes[s], scales[s], words);
       store<Out, kWide>(row + element(s), words);
     }
-    alignas(8) Out pair[kRopePerLane] = {narrow_exact<Out>(decode_e4m3(rope & 0xff)),
-                                         narrow_exact<Out>(decode_e4m3(rope >> 8))};
+    alignas(8) Out pair[kRopePerLane];
+    Codec::expand_rope(rope, pair);
     Out* to = row + kNopeDim + lane_id() * kRopePerLane;
     if constexpr (kWide) {
       using Pair = std::conditional_t<sizeof(Out) == 2, unsigned int, uint2>;
@@ -86,9 +71,9 @@ struct RowPart {
     }
   }
 
-  uint32_t codes[kSteps];
-  uint32_t scales[kSteps];
-  uint32_t rope;
+  Register<Codes> codes[kSteps];
+  Register<typename Codec::ScaleWord> scales[kSteps];
+  Register<typename Codec::RopeWord> rope;
 };
 
 template <class Out>
@@ -97,12 +82,12 @@ struct Rows {
   int64_t stride;  // bytes
 };
 
-template <class Out, bool kWide, int kRows, class Locator>
+template <class Codec, class Out, bool kWide, int kRows, class Locator>
 __global__ void gather_kernel(const __grid_constant__ Locator locator, const Rows<Out> dst) {
   const uint32_t first_row = warp_id() * kRows;
   if (first_row >= locator.num_rows) return;
   const auto mine = reinterpret_cast<uint64_t>(locator.template locate<kWide, kRows>(first_row));
-  RowPart<Out, kWide> part[kRows];
+  RowPart<Codec, Out, kWide> part[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     part[i].load_from(reinterpret_cast<const uint8_t*>(__shfl_sync(kFullWarp, mine, i)));
@@ -120,20 +105,37 @@ __global__ void gather_kernel(const __grid_constant__ Locator locator, const Row
 constexpr uint32_t kFewRows = 4096;
 constexpr uint32_t kWarpsPerBlock = 4;
 
-template <class Out, class Params, class Locator>
+template <class Codec, class Out, class Params, class Locator>
 int launch_rows(const Params& p, int64_t dst_stride, const Locator& locator, CUstream_st* stream) {
   const Rows<Out> dst{static_cast<Out*>(p.dst), dst_stride * static_cast<int64_t>(sizeof(Out))};
   const auto run = [&]<bool kWide, int kRows>() {
     constexpr uint32_t kRowsPerBlock = kWarpsPerBlock * kRows;
     const uint32_t blocks = (locator.num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
-    gather_kernel<Out, kWide, kRows><<<blocks, warps(kWarpsPerBlock), 0, stream>>>(locator, dst);
+    gather_kernel<Codec, Out, kWide, kRows>
+        <<<blocks, warps(kWarpsPerBlock), 0, stream>>>(locator, dst);
     return static_cast<int>(cudaGetLastError());
   };
   const bool wide = aligned(dst.data, 16) && dst.stride % 16 == 0 && fits_narrow(dst.stride) &&
-                    records_aligned(p.cache, sizeof(uint32_t)) && locator.strides_narrow();
+                    records_aligned(p.cache, Codec::kRowLoadBytes) && locator.strides_narrow();
   if (!wide) return run.template operator()<false, 1>();
   return locator.num_rows <= kFewRows ? run.template operator()<true, 1>()
                                       : run.template operator()<true, 2>();
+}
+
+template <class Codec, class Params, class Locator>
+int launch_element(const Params& p,
+                   int64_t dst_stride,
+                   const Locator& locator,
+                   CUstream_st* stream) {
+  switch (p.element) {
+    case Element::kBFloat16:
+      return launch_rows<Codec, BFloat16>(p, dst_stride, locator, stream);
+    case Element::kFloat16:
+      return launch_rows<Codec, Float16>(p, dst_stride, locator, stream);
+    case Element::kFloat32:
+      return launch_rows<Codec, float>(p, dst_stride, locator, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <class Params, class Locator>
@@ -141,15 +143,8 @@ int launch_gather(const Params& p,
                   int64_t dst_stride,
                   const Locator& locator,
                   CUstream_st* stream) {
-  switch (p.element) {
-    case Element::kBFloat16:
-      return launch_rows<BFloat16>(p, dst_stride, locator, stream);
-    case Element::kFloat16:
-      return launch_rows<Float16>(p, dst_stride, locator, stream);
-    case Element::kFloat32:
-      return launch_rows<float>(p, dst_stride, locator, stream);
-  }
-  return cudaErrorInvalidValue;
+  return p.format == Format::kFp8 ? launch_element<Fp8Codec>(p, dst_stride, locator, stream)
+                                  : launch_element<Nvfp4Codec>(p, dst_stride, locator, stream);
 }
 
 }  // namespace

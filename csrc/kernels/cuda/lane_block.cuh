@@ -1,4 +1,5 @@
-// A lane's block: 16 elements of one type in registers. How they are loaded, compared and widened.
+// A lane's elements of a token, in registers: 16 NoPE elements and 2 RoPE elements of one type. How
+// they are loaded, compared and widened.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,6 +10,7 @@
 
 #include "format/element.h"
 #include "format/record.h"
+#include "kernels/cuda/paging.cuh"
 
 namespace nvfp4_dsmla::cuda {
 
@@ -77,5 +79,14 @@ struct Elements {
 
   uint32_t words[kWords];
 };
+
+inline constexpr int kNopePerLane = kNopeDim / kWarpSize;
+inline constexpr int kRopePerLane = kRopeDim / kWarpSize;
+static_assert(kNopePerLane == 16 && kRopePerLane == 2);
+
+template <class In>
+using NopeElements = Elements<In, kNopePerLane>;
+template <class In>
+using RopeElements = Elements<In, kRopePerLane>;
 
 }  // namespace nvfp4_dsmla::cuda

@@ -1,0 +1,98 @@
+// nvfp4_ds_mla as a warp writes it and reads it.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "format/block.h"
+#include "format/record.h"
+#include "kernels/cuda/expand.cuh"
+#include "kernels/cuda/lane_block.cuh"
+#include "kernels/cuda/lane_memory.cuh"
+#include "kernels/cuda/paging.cuh"
+
+namespace nvfp4_dsmla::cuda {
+
+struct Nvfp4Codec {
+  // Where the lane's RoPE elements are.
+  template <class Byte>
+  __device__ static Byte* rope_of(Byte* record) {
+    return record + kRopeOffset + lane_id() * kRopePerLane;
+  }
+
+  // ---- a record by lanes: lane l has the NoPE elements of block l and RoPE elements 2l .. ----
+  //
+  //   lane l  stores 8 code bytes,  1 scale byte,  2 RoPE bytes
+  //
+  // Across a warp each of the three stores covers whole sectors of the record.
+  static constexpr int kStoreBytes = kCodeBytesPerBlock;
+  static_assert(kNumScales == kWarpSize && kBlockDim == kNopePerLane);
+
+  struct Encoded {
+    uint64_t codes;
+    uint16_t rope;
+    uint8_t scale;
+  };
+
+  template <class In>
+  __device__ static Encoded encode(const NopeElements<In>& nope, const RopeElements<In>& rope) {
+    const BlockScale scale = choose_scale(nope.max_magnitude());
+    float y[2][8];
+#pragma unroll
+    for (int i = 0; i < kBlockDim; ++i) y[i / 8][i % 8] = scale_down(nope[i], scale.inverse);
+    const uint64_t codes = encode_e2m1x8(y[0]) | uint64_t{encode_e2m1x8(y[1])} << 32;
+    return {codes, static_cast<uint16_t>(encode_e4m3_pair(rope[0], rope[1])),
+            static_cast<uint8_t>(scale.code)};
+  }
+
+  template <bool kWide>
+  __device__ static void store(uint8_t* record, const Encoded& encoded) {
+    const int lane = lane_id();
+    store_word<kWide>(record + kCodesOffset + lane * kCodeBytesPerBlock, encoded.codes);
+    store_word<kWide>(rope_of(record), encoded.rope);
+    record[scale_offset(lane)] = encoded.scale;
+  }
+
+  using Latent = float;
+  static constexpr int kLaneLoadBytes = kCodeBytesPerBlock;
+  template <bool kWide>
+  __device__ static void load(const uint8_t* record,
+                              NopeElements<float>& nope,
+                              RopeElements<float>& rope) {
+    const int lane = lane_id();
+    const auto codes =
+        load_word<uint64_t, kWide>(record + kCodesOffset + lane * kCodeBytesPerBlock);
+    const auto pair = load_word<uint16_t, kWide>(rope_of(record));
+    const float scale = decode_e4m3(record[scale_offset(lane)]);
+#pragma unroll
+    for (int i = 0; i < kBlockDim; ++i) {
+      const float value = decode_e2m1(static_cast<uint32_t>(codes >> 4 * i) & 0xf) * scale;
+      nope.words[i] = bit_cast<uint32_t>(value);
+    }
+    rope.words[0] = bit_cast<uint32_t>(decode_e4m3(pair & 0xff));
+    rope.words[1] = bit_cast<uint32_t>(decode_e4m3(pair >> 8));
+  }
+
+  // ---- a record by rows of elements: what a gather reads ----
+
+  static constexpr int kRowLoadBytes = 4;
+  template <int kCount>
+  using Codes = std::conditional_t<kCount == 8, uint32_t, uint16_t>;
+  using ScaleWord = uint8_t;
+  using RopeWord = uint16_t;
+
+  __device__ static int codes_at(int element) { return kCodesOffset + element / kCodesPerByte; }
+  __device__ static int scale_at(int element) { return scale_offset(element / kBlockDim); }
+
+  template <class Out>
+  __device__ static void expand(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
+    cuda::expand<Out>(codes, scale, out);
+  }
+  template <class Out>
+  __device__ static void expand_rope(uint32_t word, Out (&pair)[kRopePerLane]) {
+    pair[0] = narrow_exact<Out>(decode_e4m3(word & 0xff));
+    pair[1] = narrow_exact<Out>(decode_e4m3(word >> 8));
+  }
+};
+
+}  // namespace nvfp4_dsmla::cuda
