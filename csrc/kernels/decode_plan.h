@@ -25,12 +25,19 @@ struct DecodePlan {
   int num_splits = 0;  // thread blocks that share a row's tokens; their results are combined if > 1
 };
 
-// The split count of the least cost, in units of one tile of tokens on one thread block.
-inline int choose_splits(int64_t blocks, int64_t tiles, int64_t slots, int64_t max_splits) {
+inline constexpr int kMaxSplits = 64;
+
+// The split count of the least cost, in units of one tile of tokens on one thread block. Blocks
+// never outnumber the slots by more than four, which also bounds the partial results: 67 MB on an
+// H200.
+inline int choose_splits(int64_t blocks, int64_t tiles, int64_t slots) {
   constexpr int64_t kStart = 3;    // loading q and filling the pipeline
   constexpr int64_t kCombine = 6;  // the second kernel, and the partial results it reads
+  constexpr int64_t kBlocksPerSlot = 4;
+  const int64_t most =
+      std::min({tiles, int64_t{kMaxSplits}, kBlocksPerSlot * slots / std::max<int64_t>(blocks, 1)});
   int64_t best = 1, best_cost = INT64_MAX;
-  for (int64_t splits = 1; splits <= std::min(std::max<int64_t>(tiles, 1), max_splits); ++splits) {
+  for (int64_t splits = 1; splits <= std::max<int64_t>(most, 1); ++splits) {
     const int64_t waves = (blocks * splits + slots - 1) / slots;
     const int64_t per_block = (tiles + splits - 1) / splits;
     const int64_t cost = waves * (per_block + kStart) + (splits > 1 ? kCombine + splits / 16 : 0);
@@ -44,8 +51,6 @@ inline int choose_splits(int64_t blocks, int64_t tiles, int64_t slots, int64_t m
 
 inline constexpr int kMmaTokens = 32;  // tokens of a tile
 inline constexpr int kWgmmaTokens = 64;
-inline constexpr int kMaxSplits = 64;
-
 inline DecodePlan plan_decode(const DecodeDevice& device,
                               int64_t rows,
                               int64_t heads,
@@ -63,7 +68,7 @@ inline DecodePlan plan_decode(const DecodeDevice& device,
   const int64_t slots = int64_t{device.num_sms} * (!wgmma && plan.head_tile == 16 ? 2 : 1);
   const int64_t blocks = rows * ((heads + plan.head_tile - 1) / plan.head_tile);
   const int64_t tokens = wgmma ? kWgmmaTokens : kMmaTokens;
-  plan.num_splits = choose_splits(blocks, (topk + tokens - 1) / tokens, slots, kMaxSplits);
+  plan.num_splits = choose_splits(blocks, (topk + tokens - 1) / tokens, slots);
   return plan;
 }
 

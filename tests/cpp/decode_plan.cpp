@@ -1,0 +1,75 @@
+// plan_decode, the choice of kernel and splits, over many devices and shapes: what must hold of
+// each.
+#include "kernels/decode_plan.h"
+
+#include <cstdio>
+#include <initializer_list>
+
+using nvfp4_dsmla::DecodeDevice;
+using nvfp4_dsmla::DecodeKernel;
+using nvfp4_dsmla::DecodePlan;
+using nvfp4_dsmla::plan_decode;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool holds, const char* what, int arch, int64_t rows, int64_t heads, int64_t topk) {
+  if (holds) return;
+  ++failures;
+  std::printf("%s: arch %d, %lld rows, %lld heads, topk %lld\n", what, arch,
+              static_cast<long long>(rows), static_cast<long long>(heads),
+              static_cast<long long>(topk));
+}
+
+void check_shape(int arch, int num_sms, int64_t rows, int64_t heads, int64_t topk) {
+  const auto say = [&](bool holds, const char* what) {
+    expect(holds, what, arch, rows, heads, topk);
+  };
+  const DecodeDevice device{arch, num_sms};
+  const DecodePlan plan = plan_decode(device, rows, heads, topk);
+  if (arch < 80) {
+    say(plan.kernel == DecodeKernel::kNone, "a kernel where there is none");
+    return;
+  }
+  const bool wgmma = plan.kernel == DecodeKernel::kWgmma;
+  say(wgmma || plan.kernel == DecodeKernel::kMma, "no kernel");
+  say(!wgmma || arch == 90, "wgmma off Hopper");
+  say(plan.head_tile == 16 || plan.head_tile == 32 || (wgmma && plan.head_tile == 64),
+      "a tile that the kernel does not have");
+  say(heads > 16 || plan.head_tile == 16, "16 heads pay for more");
+
+  const int64_t tile = wgmma ? nvfp4_dsmla::kWgmmaTokens : nvfp4_dsmla::kMmaTokens;
+  const int64_t tiles = (topk + tile - 1) / tile;
+  say(plan.num_splits >= 1 && plan.num_splits <= nvfp4_dsmla::kMaxSplits, "splits out of bounds");
+  say(plan.num_splits == 1 || plan.num_splits <= tiles, "a split without a tile");
+  say(rows <= 4 * num_sms || plan.num_splits == 1, "splits although the rows fill the device");
+
+  const DecodePlan again = plan_decode(device, rows, heads, topk);
+  say(again.kernel == plan.kernel && again.num_splits == plan.num_splits, "not a pure function");
+  say(plan_decode(device, rows, heads, topk, DecodeKernel::kMma).kernel == DecodeKernel::kMma,
+      "mma was asked for");
+  const DecodePlan wanted = plan_decode(device, rows, heads, topk, DecodeKernel::kWgmma);
+  say((wanted.kernel == DecodeKernel::kWgmma) == (arch == 90), "wgmma was asked for");
+}
+
+}  // namespace
+
+int main() {
+  for (const int arch : {75, 80, 86, 89, 90, 100, 103, 120}) {
+    for (const int num_sms : {1, 40, 108, 132, 188}) {
+      for (const int64_t rows : {1, 2, 7, 16, 64, 128, 131, 1000, 100'000}) {
+        for (const int64_t heads : {1, 3, 16, 17, 32, 33, 64, 128, 200}) {
+          for (const int64_t topk : {0, 1, 31, 32, 33, 64, 65, 2048, 100'000}) {
+            check_shape(arch, num_sms, rows, heads, topk);
+          }
+        }
+      }
+    }
+  }
+  // Too few rows to fill the device are split; a row without tokens is not.
+  expect(plan_decode({90, 132}, 1, 64, 2048).num_splits > 8, "no splits", 90, 1, 64, 2048);
+  expect(plan_decode({90, 132}, 1, 64, 0).num_splits == 1, "splits of nothing", 90, 1, 64, 0);
+  std::printf("decode_plan: %d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}
