@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import nvfp4_dsmla
-from nvfp4_dsmla import layout, reference
+from nvfp4_dsmla import layout, ops, reference, reference_formats
 from nvfp4_dsmla.cli import bench, inspection, plan, screen, verify
 from nvfp4_dsmla.cli.app import app
 from nvfp4_dsmla.formats import CACHE_FORMATS
@@ -182,24 +182,41 @@ def test_verify_passes(device: torch.device) -> None:
     assert report["passed"]
     assert report["failed"] == 0
     assert {check["device"] for check in report["checks"]} == {str(device)}
-    assert {check["tokens"] for check in report["checks"]} == {104, 200}
+    assert {check["tokens"] for check in report["checks"]} == {86, 104, 200}
+    assert {check["format"] for check in report["checks"]} == set(CACHE_FORMATS)
     assert all(check["differences"] == 0 for check in report["checks"])
 
 
 def test_verify_names_the_byte_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = reference.encode
+    real = reference.NVFP4.encode
 
     def other(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
         records = real(kv_c, k_pe)
         records[7, 300] += 1
         return records
 
-    monkeypatch.setattr(reference, "encode", other)
+    codecs = {**reference_formats.CODECS, "nvfp4_ds_mla": reference.NVFP4._replace(encode=other)}
+    monkeypatch.setattr(reference_formats, "CODECS", codecs)
     text = run("verify", "--tokens", "64", "--device", "cpu", status=1)
-    assert "1 differ" in text
+    assert "1 wrong" in text
     assert ", byte 300: got " in text
-    assert "3 of 9 checks FAILED" in text
-    assert report_of("verify", "--tokens", "64", "--device", "cpu", status=1)["failed"] == 3
+    # Three random writes, and two conversions into the format.
+    assert "5 of 28 checks FAILED" in text
+    assert report_of("verify", "--tokens", "64", "--device", "cpu", status=1)["failed"] == 5
+
+
+@pytest.mark.parametrize("poison", [0.5, torch.nan])
+def test_verify_sees_attention_that_is_off(monkeypatch: pytest.MonkeyPatch, poison: float) -> None:
+    real = nvfp4_dsmla.sparse_mla_decode
+
+    def other(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = real(**arguments)
+        return out, lse + poison
+
+    monkeypatch.setattr(ops, "sparse_mla_decode", other)
+    report = report_of("verify", "--tokens", "64", "--device", "cpu", status=1)
+    assert report["failed"] == 1
+    assert report["checks"][-1]["first"].endswith(", want 0.005 at most")
 
 
 def test_verify_sees_a_value_that_differs() -> None:
@@ -307,8 +324,38 @@ def test_inspect_counts(cache_file: Path) -> None:
         "rope_nan": 1,
     }
     assert report["blocks"] == 32 * 32
-    assert sum(report["scales"].values()) == 32 * 32
+    assert sum(report["octaves"].values()) == 32 * 32
+    assert report["octaves"]["-9"] == report["octaves"]["8"] == 1
     assert "error" not in report
+
+
+def test_inspect_counts_fp8(cache_file: Path, tmp_path: Path) -> None:
+    latents = torch.load(cache_file.with_name("latents.pt"))[None]
+    latents[0, 1, :128] = 0
+    latents[0, 2, 7] = torch.nan
+    latents[0, 3, 5] = torch.inf
+    cache = nvfp4_dsmla.convert_kv_cache(src=latents, src_format="bfloat16", dst_format="fp8")
+    cache[0, 40:] = 0
+    torch.save(cache, tmp_path / "fp8.pt")
+    torch.save(latents, tmp_path / "latents.pt")
+    against = ["--against", str(tmp_path / "latents.pt")]
+    report = report_of("inspect", str(tmp_path / "fp8.pt"), *against)
+    assert report["format"] == "fp8_ds_mla"
+    assert report["counts"] == {
+        "records": 48,
+        "empty": 8,
+        "floor": 1,
+        "scale_nan": 1,
+        "code_nan": 2,  # the NaN, and infinity over infinity
+        "rope_nan": 1,
+    }
+    assert report["blocks"] == 40 * 4
+    assert report["octaves"]["-126"] == 1
+    assert sum(report["octaves"].values()) == 40 * 4 - 1  # infinity is in none
+    assert report["finite_on_one_side"] == 127  # of the block under it
+    assert report["error"]["rope"]["largest"] == 0
+    text = run("inspect", str(tmp_path / "fp8.pt"))
+    assert "   ...  " in text
 
 
 def test_inspect_reads_files_of_both_kinds(cache_file: Path) -> None:
@@ -345,7 +392,7 @@ def test_inspect_measures_the_error(cache_file: Path) -> None:
         ),
         (
             ["latents.pt"],
-            "latents.pt: wanted a cache of nvfp4_ds_mla (352 bytes a token), got bfloat16",
+            "latents.pt: wanted a cache of nvfp4_ds_mla or fp8_ds_mla, got bfloat16",
         ),
         (
             ["cache.pt", "--against", "cache.npy"],
@@ -363,15 +410,23 @@ def test_inspect_refuses(cache_file: Path, arguments: list[str], message: str) -
 
 def test_scales_by_octave() -> None:
     """Every e4m3 byte, by its value."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    values = codes.view(torch.float8_e4m3fn).float().abs()
-    counted = values[values.isfinite() & (values > 0)]
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    counted = values.abs()[values.isfinite() & (values != 0)]
     exponents = counted.log2().floor().int().tolist()
-    want = {e: exponents.count(e) for e in range(min(exponents), max(exponents) + 1)}
-    report = {"scales": {str(byte): 1 for byte in range(256)}}
-    assert inspection.octaves(report) == want
-    assert inspection.octaves({"scales": {"0": 5, "127": 1}}) == {}
-    assert inspection.octaves({"scales": {"8": 5, "32": 1}}) == {-6: 5, -5: 0, -4: 0, -3: 1}
+    assert inspection.octaves(values) == {e: exponents.count(e) for e in set(exponents)}
+    assert inspection.octaves(torch.tensor([0.0, torch.inf, torch.nan])) == {}
+    assert inspection.octaves(torch.tensor([2.0**-126, 1.99, -1.0])) == {-126: 1, 0: 2}
+
+
+def test_short_gaps_of_a_histogram_are_shown_and_long_ones_are_not() -> None:
+    def filled(*exponents: int) -> list[int | None]:
+        report = {"octaves": {str(e): 1 for e in exponents}}
+        return [e for e, _ in inspection.histogram_of(report)]
+
+    assert filled() == []
+    assert filled(3, 4) == [3, 4]
+    assert filled(-2, 2) == [-2, -1, 0, 1, 2]
+    assert filled(-3, 2) == [-3, None, 2]
 
 
 @pytest.mark.parametrize("command", ["plan", "inspect"])

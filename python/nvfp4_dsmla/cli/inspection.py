@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nvfp4_dsmla import layout, reference
+from nvfp4_dsmla import _C, layout
 from nvfp4_dsmla.cli.screen import share_text
-from nvfp4_dsmla.formats import CACHE_FORMATS, format_from_cache
+from nvfp4_dsmla.formats import CacheFormat, format_from_cache
+from nvfp4_dsmla.reference_formats import CODECS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,10 +20,28 @@ if TYPE_CHECKING:
     from nvfp4_dsmla.cli.screen import Screen
 
 _CHUNK = 4096  # records at a time: a cache may be larger than memory has room for twice
-_FLOOR, _CEILING = 0x01, 0x7E  # the least and the largest scale that is ever written
-_NAN, _MAGNITUDE = 0x7F, 0x7F  # of an e4m3 byte, without its sign
-_E4M3_BIAS, _E4M3_MANTISSA_BITS = 7, 3
+_E4M3_FLOOR, _E4M3_MAX, _E4M3_NAN = 0x01, 0x7E, 0x7F  # magnitudes of an e4m3 byte
 _E2M1_MAX = 7
+_SHORT_GAP = 3  # octaves without a scale that a histogram still shows one by one
+
+# What is counted in the records of each format: a key of the report, its words, and of what it is a
+# share.
+_COUNTED = {
+    "nvfp4_ds_mla": [
+        ("floor", "blocks at the smallest scale, 2^-9", "blocks"),
+        ("ceiling", "blocks at the largest scale, 448", "blocks"),
+        ("clipped", "elements at 6 x 448, most of them clipped", "nope_elements"),
+        ("scale_nan", "blocks with a NaN scale", "blocks"),
+        ("rope_max", "RoPE elements at 448, most of them clipped", "rope_elements"),
+        ("rope_nan", "RoPE elements that are NaN", "rope_elements"),
+    ],
+    "fp8_ds_mla": [
+        ("floor", "blocks at the smallest scale, 2^-126", "blocks"),
+        ("scale_nan", "blocks with a scale that is infinite or NaN", "blocks"),
+        ("code_nan", "elements that are NaN", "nope_elements"),
+        ("rope_nan", "RoPE elements that are NaN", "rope_elements"),
+    ],
+}
 
 
 def load(path: Path, key: str | None = None) -> Tensor:
@@ -69,14 +88,13 @@ def gather(
     """
     cache = load(path, key)
     found = format_from_cache(cache)
-    if found.name != "nvfp4_ds_mla":
+    if found.name not in _COUNTED:
         raise ValueError(
-            f"{path.name}: wanted a cache of nvfp4_ds_mla ({layout.RECORD_BYTES} bytes a token), "
-            f"got {found.name}"
+            f"{path.name}: wanted a cache of {' or '.join(_COUNTED)}, got {found.name}"
         )
-    records = cache.reshape(-1, layout.RECORD_BYTES)
+    records = cache.reshape(-1, found.bytes_per_token)
     latents = None if against is None else _latents(load(against, against_key), against, records)
-    counts = _Counts()
+    counts = _Counts(found)
     chunks = range(0, len(records), _CHUNK)
     with screen.progress("reading records", len(chunks)) as step:
         for start in chunks:
@@ -92,7 +110,7 @@ def gather(
 
 
 def _latents(latents: Tensor, path: Path, records: Tensor) -> Tensor:
-    width = CACHE_FORMATS["bfloat16"].head_size
+    width = layout.HEAD_DIM
     rows = latents.numel() // width
     if not latents.is_floating_point() or latents.shape[-1:] != (width,) or rows != len(records):
         raise ValueError(
@@ -105,21 +123,11 @@ def _latents(latents: Tensor, path: Path, records: Tensor) -> Tensor:
 class _Counts:
     """Sums over the records seen so far."""
 
-    def __init__(self) -> None:
-        self.counts = dict.fromkeys(
-            (
-                "records",
-                "empty",
-                "floor",
-                "ceiling",
-                "clipped",
-                "scale_nan",
-                "rope_max",
-                "rope_nan",
-            ),
-            0,
-        )
-        self.scales = torch.zeros(256, dtype=torch.int64)
+    def __init__(self, cache_format: CacheFormat) -> None:
+        self.format = cache_format
+        keys = ("records", "empty", *(key for key, _, _ in _COUNTED[cache_format.name]))
+        self.counts = dict.fromkeys(keys, 0)
+        self.octaves: dict[int, int] = {}
         self.compared = False
         self.squares = {"nope": [0.0, 0.0], "rope": [0.0, 0.0]}  # of the error, of the latents
         self.worst = {"nope": 0.0, "rope": 0.0}
@@ -130,23 +138,19 @@ class _Counts:
         self.counts["records"] += len(records)
         self.counts["empty"] += int((~written).sum())
         records = records[written]
-        scale = layout.scale_bytes(records)
-        rope = layout.rope_bytes(records) & _MAGNITUDE
-        self.scales += torch.bincount(scale.flatten().long(), minlength=256)
-        ceiling = scale == _CEILING
-        self.counts["floor"] += int((scale == _FLOOR).sum())
-        self.counts["ceiling"] += int(ceiling.sum())
-        self.counts["clipped"] += _largest_codes(records, ceiling)
-        self.counts["scale_nan"] += int(((scale & _MAGNITUDE) == _NAN).sum())
-        self.counts["rope_max"] += int((rope == _CEILING).sum())
-        self.counts["rope_nan"] += int((rope == _NAN).sum())
+        look = _look_at_nvfp4 if self.format.name == "nvfp4_ds_mla" else _look_at_fp8
+        scales, found = look(records)
+        for key, seen in found.items():
+            self.counts[key] += int(seen)
+        for exponent, count in octaves(scales).items():
+            self.octaves[exponent] = self.octaves.get(exponent, 0) + count
         if latents is not None:
             self._compare(records, latents[written])
 
     def _compare(self, records: Tensor, latents: Tensor) -> None:
         self.compared = True
         want = latents.double()
-        got = reference.decode(records, torch.float32).double()
+        got = CODECS[self.format.name].decode(records, torch.float32).double()
         comparable = want.isfinite() & got.isfinite()
         self.unlike += int((want.isfinite() != got.isfinite()).sum())
         error = torch.where(comparable, got - want, 0.0)
@@ -161,13 +165,13 @@ class _Counts:
             self.worst[part] = max(self.worst[part], worst)
 
     def report(self) -> dict[str, Any]:
-        counts = self.counts
-        written = counts["records"] - counts["empty"]
+        written = self.counts["records"] - self.counts["empty"]
         report: dict[str, Any] = {
-            "counts": counts,
-            "blocks": written * layout.NUM_SCALES,
-            "rope_elements": written * layout.ROPE_DIM,
-            "scales": {str(byte): n for byte, n in enumerate(self.scales.tolist()) if n > 0},
+            "counts": self.counts,
+            "blocks": written * self.format.num_scales,
+            "nope_elements": written * self.format.nope_dim,
+            "rope_elements": written * self.format.rope_dim,
+            "octaves": {str(exponent): n for exponent, n in sorted(self.octaves.items())},
         }
         if self.compared:
             report["error"] = {
@@ -181,62 +185,93 @@ class _Counts:
         return report
 
 
-def _largest_codes(records: Tensor, ceiling: Tensor) -> int:
+def _look_at_nvfp4(records: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scales, and how many of each sort of thing there is."""
+    scale = layout.scale_bytes(records)
+    rope = layout.rope_bytes(records) & 0x7F
+    ceiling = scale == _E4M3_MAX
+    return layout.scales_by_block(records), {
+        "floor": (scale == _E4M3_FLOOR).sum(),
+        "ceiling": ceiling.sum(),
+        "clipped": _largest_codes(records, ceiling),
+        "scale_nan": ((scale & 0x7F) == _E4M3_NAN).sum(),
+        "rope_max": (rope == _E4M3_MAX).sum(),
+        "rope_nan": (rope == _E4M3_NAN).sum(),
+    }
+
+
+def _largest_codes(records: Tensor, ceiling: Tensor) -> Tensor:
     """Codes of the largest magnitude in blocks whose scale could not grow: most are clipped."""
     order = [layout.SCALE_ORDER.index(block) for block in range(layout.NUM_SCALES)]
     by_block = layout.codes(records).unflatten(-1, (layout.NUM_SCALES, -1))[ceiling[:, order]]
     low, high = by_block & _E2M1_MAX, (by_block >> 4) & _E2M1_MAX
-    return int((low == _E2M1_MAX).sum() + (high == _E2M1_MAX).sum())
+    return torch.stack([low, high]).eq(_E2M1_MAX).sum()
 
 
-def octaves(report: dict[str, Any]) -> dict[int, int]:
-    """How many scales lie in [2^e, 2^(e+1)), by e from the first to the last that has any.
+def _look_at_fp8(records: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scales, and how many of each sort of thing there is."""
+    codes = records[:, _C.FP8_CODES_OFFSET :][:, : layout.NOPE_DIM] & 0x7F
+    scale_bytes = records[:, _C.FP8_SCALES_OFFSET : _C.FP8_ROPE_OFFSET].contiguous()
+    scale = scale_bytes.view(torch.float32)
+    rope = records[:, _C.FP8_ROPE_OFFSET :].contiguous().view(torch.bfloat16)
+    return scale, {
+        "floor": (scale == torch.finfo(torch.float32).tiny).sum(),
+        "scale_nan": (~scale.isfinite()).sum(),
+        "code_nan": (codes == _E4M3_NAN).sum(),
+        "rope_nan": rope.isnan().sum(),
+    }
 
-    Zero and NaN are in none.
-    """
-    found: dict[int, int] = {}
-    for text, count in report["scales"].items():
-        byte = int(text) & _MAGNITUDE
-        if byte in (0, _NAN):
-            continue
-        field, mantissa = divmod(byte, 1 << _E4M3_MANTISSA_BITS)
-        if field > 0:
-            exponent = field - _E4M3_BIAS
-        else:
-            exponent = mantissa.bit_length() - _E4M3_BIAS - _E4M3_MANTISSA_BITS
-        found[exponent] = found.get(exponent, 0) + count
-    every = range(min(found), max(found) + 1) if found else range(0)
-    return {exponent: found.get(exponent, 0) for exponent in every}
+
+def octaves(scales: Tensor) -> dict[int, int]:
+    """How many scales lie in [2^e, 2^(e+1)), by e; zero, infinity and NaN are in none."""
+    counted = scales[scales.isfinite() & (scales != 0)]
+    exponents, counts = (torch.frexp(counted).exponent - 1).unique(return_counts=True)
+    return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
+
+
+def histogram_of(report: dict[str, Any]) -> list[tuple[int | None, int]]:
+    """Octaves and their counts, short gaps filled with zeros; None stands for a longer gap."""
+    filled: list[tuple[int | None, int]] = []
+    before: int | None = None
+    for text, count in report["octaves"].items():
+        exponent = int(text)
+        gap = range(before + 1, exponent) if before is not None else range(0)
+        filled += [(e, 0) for e in gap] if len(gap) <= _SHORT_GAP else [(None, 0)]
+        filled.append((exponent, count))
+        before = exponent
+    return filled
 
 
 def draw(screen: Screen, report: dict[str, Any]) -> None:
     """The screen."""
-    counts, blocks, rope = report["counts"], report["blocks"], report["rope_elements"]
-    screen.heading(f"{report['file']}: {report['format']} {report['shape']}")
+    counts = report["counts"]
     rows = [
         ("records", counts["records"], None),
         ("never written (all zero)", counts["empty"], counts["records"]),
-        ("blocks at the smallest scale, 2^-9", counts["floor"], blocks),
-        ("blocks at the largest scale, 448", counts["ceiling"], blocks),
-        ("elements at 6 x 448, most of them clipped", counts["clipped"], blocks * layout.BLOCK_DIM),
-        ("blocks with a NaN scale", counts["scale_nan"], blocks),
-        ("RoPE elements at 448, most of them clipped", counts["rope_max"], rope),
-        ("RoPE elements that are NaN", counts["rope_nan"], rope),
+        *((text, counts[key], report[of]) for key, text, of in _COUNTED[report["format"]]),
     ]
+    screen.heading(f"{report['file']}: {report['format']} {report['shape']}")
     screen.table(
         ["", ">count", ">share"],
         [[name, f"{n:,}", "" if of is None else share_text(n, of)] for name, n, of in rows],
     )
-    histogram = octaves(report)
+    histogram = histogram_of(report)
     if histogram:
         screen.gap()
         screen.heading("Scales, by octave")
-        most = max(histogram.values())
+        most = max(count for _, count in histogram)
         screen.table(
             [">from", ">blocks", ">share", ""],
             [
-                [f"2^{e}", f"{n:,}", share_text(n, blocks), screen.bar(n / most, width=36)]
-                for e, n in histogram.items()
+                ["...", "", "", ""]
+                if e is None
+                else [
+                    f"2^{e}",
+                    f"{n:,}",
+                    share_text(n, report["blocks"]),
+                    screen.bar(n / most, width=36),
+                ]
+                for e, n in histogram
             ],
         )
     if "error" in report:
@@ -261,10 +296,12 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """Draws the histogram of the scales into a PNG."""
     from matplotlib.figure import Figure
 
-    histogram = octaves(report)
+    histogram = histogram_of(report)
+    labels = ["..." if e is None else f"$2^{{{e}}}$" for e, _ in histogram]
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.add_subplot()
-    axes.bar([f"$2^{{{e}}}$" for e in histogram], list(histogram.values()), color="#2e7d32")
+    axes.bar(range(len(labels)), [n for _, n in histogram], color="#2e7d32", tick_label=labels)
+    axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel("scale, by octave")
     axes.set_ylabel("blocks")
     axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from nvfp4_dsmla import _C, ops, reference
-from nvfp4_dsmla.cache import allocate_kv_cache
-from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
+from nvfp4_dsmla import _C, format_ops, ops, reference, reference_formats
+from nvfp4_dsmla.formats import CACHE_FORMATS, CacheFormat, get_kv_cache_spec
+from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM
 from nvfp4_dsmla.support import supports_combination
 
 if TYPE_CHECKING:
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _BLOCK_SIZE = 64
-_FORMAT = "nvfp4_ds_mla"
+_GATHERS = {
+    "fp8_ds_mla": format_ops.gather_and_upconvert_fp8_ds_mla,
+    "nvfp4_ds_mla": ops.gather_and_upconvert_nvfp4_ds_mla,
+}
+_CP_GATHERS = {
+    "fp8_ds_mla": format_ops.cp_gather_and_upconvert_fp8_kv_cache,
+    "nvfp4_ds_mla": ops.cp_gather_and_upconvert_nvfp4_kv_cache,
+}
 
 GOLDEN = Path(_C.__file__).parent / "golden"
 """The folder of the golden records, installed beside the compiled module."""
@@ -67,7 +75,7 @@ def draw(screen: Screen, report: dict[str, Any]) -> None:
     rows = []
     for check in report["checks"]:
         count = check["differences"]
-        verdict = screen.verdict(count == 0, "equal" if count == 0 else f"{count:,} differ")
+        verdict = screen.verdict(count == 0, "right" if count == 0 else f"{count:,} wrong")
         cells = [check["device"], check["format"], check["check"], f"{check['tokens']:,}"]
         rows.append([*cells, verdict])
     screen.table(["device", "format", "check", ">tokens", ">result"], rows)
@@ -87,39 +95,64 @@ def _devices(only: str | None) -> list[torch.device]:
     if only is not None:
         return [torch.device(only)]
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    write = "concat_and_cache_nvfp4_ds_mla"  # what runs one op runs them all
     served = [
         torch.device("cuda", index)
         for index in gpus
-        if supports_combination(compute_capability=torch.cuda.get_device_capability(index)) is None
+        if supports_combination(
+            op=write, compute_capability=torch.cuda.get_device_capability(index)
+        )
+        is None
     ]
     return [torch.device("cpu"), *served]
 
 
 def _checks(device: torch.device, tokens: int, seed: int) -> Iterator[_Check]:
     generator = torch.Generator().manual_seed(seed)
-    check = partial(_Check, str(device), _FORMAT)
-    latent, records = golden()
-    count = len(latent)
-    yield check("golden records written", count, partial(_written, device, latent, records))
-    want = reference.decode(records)
-    yield check("golden records gathered", count, partial(_gathered, device, records, want))
     sweep = random_latents(tokens, generator)
-    any_bytes = torch.randint(256, (tokens, RECORD_BYTES), dtype=torch.uint8, generator=generator)
-    for name, dtype in DTYPES.items():
-        latent = sweep.to(dtype)
-        records = reference.encode(latent[:, :NOPE_DIM], latent[:, NOPE_DIM:])
-        run = partial(_written, device, latent, records)
-        yield check(f"random {name} written", tokens, run)
-    for name, dtype in DTYPES.items():
-        run = partial(_gathered, device, any_bytes, reference.decode(any_bytes, dtype))
-        yield check(f"any bytes gathered to {name}", tokens, run)
-    run = partial(_gathered_by_request, device, any_bytes, reference.decode(any_bytes))
-    yield check("any bytes gathered by request", tokens, run)
+    any_bytes = {
+        name: torch.randint(
+            256, (tokens, f.bytes_per_token), dtype=torch.uint8, generator=generator
+        ).view(f.storage_dtype)
+        for name, f in CACHE_FORMATS.items()
+    }
+    for name, cache_format in reversed(CACHE_FORMATS.items()):
+        codec = reference_formats.CODECS[name]
+        check = partial(_Check, str(device), name)
+        if cache_format.is_quantized:
+            latent, records = golden(name)
+            run = partial(_written, device, cache_format, latent, records)
+            yield check("golden records written", len(latent), run)
+            want = codec.decode(records, torch.bfloat16)
+            run = partial(_gathered, device, cache_format, records, want)
+            yield check("golden records gathered", len(latent), run)
+        for kind, dtype in DTYPES.items():
+            latent = sweep.to(dtype)
+            records = codec.encode(latent[:, :NOPE_DIM], latent[:, NOPE_DIM:])
+            run = partial(_written, device, cache_format, latent, records)
+            yield check(f"random {kind} written", tokens, run)
+        if not cache_format.is_quantized:
+            continue
+        stored = any_bytes[name]
+        for kind, dtype in DTYPES.items():
+            run = partial(_gathered, device, cache_format, stored, codec.decode(stored, dtype))
+            yield check(f"any bytes gathered to {kind}", tokens, run)
+        want = codec.decode(stored, torch.bfloat16)
+        run = partial(_gathered_by_request, device, cache_format, stored, want)
+        yield check("any bytes gathered by request", tokens, run)
+    for have, want_name in permutations(CACHE_FORMATS, 2):
+        run = partial(_converted, device, any_bytes[have], have, want_name)
+        yield _Check(str(device), have, f"any bytes to {want_name}", tokens, run)
+
+    check = partial(_Check, str(device), "nvfp4_ds_mla")
+    attended = max(tokens, 64)  # so many that no row is left without one
+    run = partial(_attended, device, attended, seed)
+    yield check("sparse attention, within 0.5%", attended, run)
 
 
-def golden() -> tuple[Tensor, Tensor]:
-    """The golden tokens, bfloat16 [n, 576], and their records, uint8 [n, 352]."""
-    with np.load(GOLDEN / f"{_FORMAT}.npz") as file:
+def golden(name: str) -> tuple[Tensor, Tensor]:
+    """The golden tokens, bfloat16 [n, 576], and their records, uint8 [n, bytes a token]."""
+    with np.load(GOLDEN / f"{name}.npz") as file:
         bits = torch.from_numpy(file["latent_bf16_bits"].view(np.int16).copy())
         return bits.view(torch.bfloat16), torch.from_numpy(file["record"].copy())
 
@@ -141,43 +174,44 @@ def _shuffled_slots(tokens: int) -> tuple[int, Tensor]:
     return num_blocks, torch.randperm(num_blocks * _BLOCK_SIZE, generator=generator)[:tokens]
 
 
-def _written(device: torch.device, latent: Tensor, want: Tensor) -> tuple[int, str]:
+def _written(
+    device: torch.device, cache_format: CacheFormat, latent: Tensor, want: Tensor
+) -> tuple[int, str]:
     num_blocks, slots = _shuffled_slots(len(latent))
-    cache = allocate_kv_cache(num_blocks=num_blocks, block_size=_BLOCK_SIZE, device=device)
+    cache = _empty(cache_format, num_blocks).to(device)
     latent = latent.to(device)
-    ops.concat_and_cache_nvfp4_ds_mla(
-        kv_c=latent[:, :NOPE_DIM],
-        k_pe=latent[:, NOPE_DIM:],
-        kv_cache=cache,
-        slot_mapping=slots.to(device),
+    format_ops.concat_and_cache_mla(
+        latent[:, :NOPE_DIM], latent[:, NOPE_DIM:], cache, slots.to(device), cache_format.name
     )
-    got = cache.view(-1, RECORD_BYTES).cpu()
+    got = cache.flatten(0, 1).cpu()
     expected = torch.zeros_like(got)
     expected[slots] = want
-    return _first_difference(got, expected, "slot", "byte")
+    return _first_difference(got, expected, "slot", "byte" if got.element_size() == 1 else "dim")
 
 
-def _cache_of(records: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def _empty(cache_format: CacheFormat, num_blocks: int) -> Tensor:
+    spec = get_kv_cache_spec(kv_cache_dtype=cache_format.name, block_size=_BLOCK_SIZE)
+    return torch.zeros(spec.shape(num_blocks), dtype=spec.storage_dtype)
+
+
+def _gathered(
+    device: torch.device, cache_format: CacheFormat, records: Tensor, want: Tensor
+) -> tuple[int, str]:
     num_blocks, slots = _shuffled_slots(len(records))
-    flat = torch.zeros(num_blocks * _BLOCK_SIZE, RECORD_BYTES, dtype=torch.uint8)
-    flat[slots] = records
-    return flat.view(num_blocks, _BLOCK_SIZE, RECORD_BYTES).to(device), slots
-
-
-def _gathered(device: torch.device, records: Tensor, want: Tensor) -> tuple[int, str]:
-    cache, slots = _cache_of(records, device)
-    got = ops.gather_and_upconvert_nvfp4_ds_mla(
-        kv_cache=cache, slots=slots.to(device), dtype=want.dtype
-    )
+    cache = _empty(cache_format, num_blocks)
+    cache.view(-1, cache.shape[-1])[slots] = records
+    gather = _GATHERS[cache_format.name]
+    got = gather(kv_cache=cache.to(device), slots=slots.to(device), dtype=want.dtype)
     return _first_difference(got.cpu(), want, "token", "dim")
 
 
-def _gathered_by_request(device: torch.device, records: Tensor, want: Tensor) -> tuple[int, str]:
+def _gathered_by_request(
+    device: torch.device, cache_format: CacheFormat, records: Tensor, want: Tensor
+) -> tuple[int, str]:
     """Requests of ever more blocks, which lie in the cache from its end to its beginning."""
     num_blocks = -(-len(records) // _BLOCK_SIZE)
-    flat = torch.zeros(num_blocks * _BLOCK_SIZE, RECORD_BYTES, dtype=torch.uint8)
-    flat[: len(records)] = records
-    cache = flat.view(num_blocks, _BLOCK_SIZE, RECORD_BYTES).flip(0).to(device)
+    cache = _empty(cache_format, num_blocks)
+    cache.view(-1, cache.shape[-1])[: len(records)] = records
     sizes: list[int] = []
     while sum(sizes) < num_blocks:
         sizes.append(min(len(sizes) + 1, num_blocks - sum(sizes)))
@@ -185,14 +219,45 @@ def _gathered_by_request(device: torch.device, records: Tensor, want: Tensor) ->
     table = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
     starts = torch.tensor([0, *sizes[:-1]], dtype=torch.int32).cumsum(0).int() * _BLOCK_SIZE
     dst = torch.empty(len(records), HEAD_DIM, dtype=want.dtype, device=device)
-    ops.cp_gather_and_upconvert_nvfp4_kv_cache(
-        src_cache=cache,
+    _CP_GATHERS[cache_format.name](
+        src_cache=cache.flip(0).to(device),
         dst=dst,
         block_table=table.to(device),
         workspace_starts=starts.to(device),
         batch_size=len(sizes),
     )
     return _first_difference(dst.cpu(), want, "token", "dim")
+
+
+def _converted(
+    device: torch.device, records: Tensor, src_format: str, dst_format: str
+) -> tuple[int, str]:
+    got = format_ops.convert_kv_cache(
+        src=records[:, None].to(device), src_format=src_format, dst_format=dst_format
+    )
+    want = reference_formats.convert(records, src_format, dst_format)
+    return _first_difference(got[:, 0].cpu(), want, "token", "element")
+
+
+def _attended(device: torch.device, tokens: int, seed: int) -> tuple[int, str]:
+    """Queries of 2 x 3 rows and 16 heads over half of the tokens, some indices naming none."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokens, HEAD_DIM, generator=generator)
+    cache = reference.encode(rows[:, :NOPE_DIM], rows[:, NOPE_DIM:])[:, None]
+    q = torch.randn(2, 3, 16, HEAD_DIM, generator=generator).bfloat16()
+    indices = torch.randint(-1, tokens, (2, 3, tokens // 2), generator=generator).int()
+    scale = HEAD_DIM**-0.5
+    out, lse = ops.sparse_mla_decode(
+        q=q.to(device),
+        kv_cache=cache.to(device),
+        indices=indices.to(device),
+        softmax_scale=scale,
+    )
+    want, want_lse = reference.attention(q.float(), cache, indices, scale)
+    of_out = (out.cpu().float() - want).norm() / want.norm()
+    of_lse = (lse.cpu() - want_lse).norm() / want_lse.norm()
+    error = torch.maximum(of_out, of_lse).item()  # NaN if either is
+    return (0, "") if error <= 0.005 else (1, f"relative error {error:.2g}, want 0.005 at most")
 
 
 def _first_difference(got: Tensor, want: Tensor, row: str, column: str) -> tuple[int, str]:
