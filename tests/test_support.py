@@ -208,10 +208,25 @@ def test_no_device(cuda_build: pytest.MonkeyPatch) -> None:
 def test_which_gpus_run_what_is_compiled(capability: tuple[int, int], served: bool) -> None:
     reason = supports_combination(op=WRITE, compute_capability=capability)
     want = (
-        f"{WRITE}: wanted a GPU that this build has code for (sm_80, sm_90a, sm_100f, "
+        f"{WRITE}: wanted a GPU that this build has the op's code for (sm_80, sm_90a, sm_100f, "
         f"compute_120), got compute capability {capability[0]}.{capability[1]}"
     )
     assert reason == (None if served else want)
+
+
+def test_an_op_may_need_a_newer_gpu(cuda_build: pytest.MonkeyPatch) -> None:
+    """And PTX of an older target has no kernel for it either."""
+    cuda_build.setattr(_C, "CUDA_ARCHS", ("sm_75", "compute_75", "sm_90a"))
+    for capability in ((7, 5), (8, 0), (9, 0)):
+        assert supports_combination(op=WRITE, compute_capability=capability) is None
+    op = "sparse_mla_decode"
+    assert supports_combination(op=op, compute_capability=(9, 0)) is None
+    for capability in ((7, 5), (8, 0)):
+        reason = supports_combination(op=op, compute_capability=capability)
+        assert reason == (
+            f"{op}: wanted a GPU that this build has the op's code for (sm_75, compute_75, "
+            f"sm_90a), got compute capability {capability[0]}.{capability[1]}"
+        )
 
 
 def test_without_the_cuda_library_an_op_says_so_too() -> None:

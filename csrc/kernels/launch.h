@@ -77,6 +77,12 @@ int64_t decode_workspace_bytes(const DecodeParams& params);
 int decode(const DecodeParams& params, void* workspace, CUstream_st* stream);
 
 const char* error_text(int error);
+bool is_missing_code(int error);  // this build has no code of that kernel for the device
+struct ComputeCapability {
+  int major;
+  int minor;
+};
+ComputeCapability compute_capability(int device);
 
 // The kernels index slots in 32 bits; a cache of more tokens (756 GB) must be refused before.
 inline constexpr int64_t kMaxCapacity = INT32_MAX;

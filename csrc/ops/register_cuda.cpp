@@ -2,6 +2,7 @@
 // and nothing waits, so each may be captured in a CUDA graph.
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 
 #include "kernels/launch.h"
@@ -11,6 +12,21 @@
 namespace nvfp4_dsmla {
 namespace {
 
+[[noreturn]] void throw_launch_error(const char* op, int32_t device, int error) {
+  if (!cuda::is_missing_code(error)) {
+    throw std::runtime_error(std::string(op) + ": the launch failed: " + cuda::error_text(error));
+  }
+  std::string built;  // "sm_90a,sm_100f", to be read
+  for (const char c : std::string_view(NVFP4_DSMLA_CUDA_ARCHS)) {
+    built += c;
+    if (c == ',') built += ' ';
+  }
+  const cuda::ComputeCapability got = cuda::compute_capability(device);
+  throw std::runtime_error(
+      std::string(op) + ": wanted a GPU that this build has the op's code for (" + built +
+      "), got compute capability " + std::to_string(got.major) + '.' + std::to_string(got.minor));
+}
+
 // `enqueue` takes PyTorch's current stream on the device of `on`.
 template <class Enqueue>
 void on_current_stream(const char* op, const Tensor& on, const Enqueue& enqueue) {
@@ -19,7 +35,7 @@ void on_current_stream(const char* op, const Tensor& on, const Enqueue& enqueue)
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   if (const int error = enqueue(static_cast<CUstream_st*>(stream)); error != 0) {
-    throw std::runtime_error(std::string(op) + ": the launch failed: " + cuda::error_text(error));
+    throw_launch_error(op, device, error);
   }
 }
 

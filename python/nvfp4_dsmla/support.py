@@ -92,6 +92,7 @@ class _Op:
     serves: bool  # whether an engine that reads and writes such a cache needs it
     takes_head_size: bool = True
     is_sparse: bool = False
+    first_capability: tuple[int, int] = (0, 0)  # its CUDA code for older targets is empty
 
 
 _OPS: dict[str, _Op] = {
@@ -107,7 +108,9 @@ _OPS: dict[str, _Op] = {
         "fp8_ds_mla", _gather, serves=True, takes_head_size=False
     ),
     "convert_kv_cache": _Op(None, _convert, serves=False, takes_head_size=False),
-    "sparse_mla_decode": _Op("nvfp4_ds_mla", _decode, serves=True, is_sparse=True),
+    "sparse_mla_decode": _Op(
+        "nvfp4_ds_mla", _decode, serves=True, is_sparse=True, first_capability=(8, 0)
+    ),
     # Only context parallelism needs it.
     "merge_attention_states": _Op(None, _merge, serves=False, takes_head_size=False),
 }
@@ -201,12 +204,13 @@ def _why_not_on(op: str, device_type: str, capability: tuple[int, int] | None) -
         if not torch.cuda.is_available():
             return f"{op}: wanted a CUDA device, got a machine on which torch sees none"
         capability = torch.cuda.get_device_capability()
-    if not any(_runs_on(target, capability) for target in _C.CUDA_ARCHS):
-        return (
-            f"{op}: wanted a GPU that this build has code for ({', '.join(_C.CUDA_ARCHS)}), "
-            f"got compute capability {capability[0]}.{capability[1]}"
-        )
-    return None
+    if any(_runs_on(target, capability, _OPS[op].first_capability) for target in _C.CUDA_ARCHS):
+        return None
+    archs = ", ".join(_C.CUDA_ARCHS)
+    return (
+        f"{op}: wanted a GPU that this build has the op's code for ({archs}), "
+        f"got compute capability {capability[0]}.{capability[1]}"
+    )
 
 
 def _has_cuda_kernel(op: str) -> bool:
@@ -236,10 +240,15 @@ def _refuse_cuda(op: str, *_args: object, **_kwargs: object) -> None:
     raise NotImplementedError(no_cuda_library(op))
 
 
-def _runs_on(target: str, capability: tuple[int, int]) -> bool:
-    """Whether a GPU runs code for a target in NVIDIA's names: sm_90a, sm_100f, compute_100."""
+def _runs_on(target: str, capability: tuple[int, int], first: tuple[int, int]) -> bool:
+    """Whether a GPU runs the code for a target in NVIDIA's names: sm_90a, sm_100f, compute_100.
+
+    Code for a target older than `first` has the kernel in it, but an empty one.
+    """
     kind, number, suffix = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", target).groups()  # type: ignore[union-attr]
     built_for = divmod(int(number), 10)
+    if built_for < first:
+        return False
     if suffix == "a":  # that chip's own instructions
         return capability == built_for
     if kind == "compute" and not suffix:  # PTX, compiled by the driver for any later chip

@@ -113,6 +113,4 @@ int write(const WriteParams& p, CUstream_st* stream) {
   return cudaErrorInvalidValue;
 }
 
-const char* error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
-
 }  // namespace nvfp4_dsmla::cuda
