@@ -12,12 +12,12 @@ from rich.console import Console
 
 from benchmarks import cache as cache_benchmark
 from benchmarks import cpu as cpu_benchmark
+from benchmarks import decode as decode_benchmark
 from benchmarks import host as host_benchmark
-from benchmarks.comparison import Comparison, HostCost
 from benchmarks.plot import draw
-from benchmarks.report import Report, progress_line
+from benchmarks.report import Report, Result, progress_line
 
-Results = Iterator[Comparison | HostCost]
+Results = Iterator[Result]
 
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes, nothing slow to compile.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
@@ -40,6 +40,18 @@ def cache(
     """Time the write and the gathers over sizes, layouts and dtypes."""
     on = _device(device)
     _measure([lambda: cache_benchmark.run(on, quick=quick)], json, plot, out)
+
+
+def decode(
+    device: Device = "",
+    quick: Quick = False,
+    json: Json = None,
+    plot: Plot = None,
+    out: Out = None,
+) -> None:
+    """Time sparse_mla_decode over heads, batch sizes and topk."""
+    on = _device(device)
+    _measure([lambda: decode_benchmark.run(on, quick=quick)], json, plot, out)
 
 
 def host(
@@ -66,11 +78,12 @@ def run_all(
     plot: Plot = None,
     out: Out = None,
 ) -> None:
-    """Do all three."""
+    """Do all four."""
     on = _device(device)
     _measure(
         [
             lambda: cache_benchmark.run(on, quick=quick),
+            lambda: decode_benchmark.run(on, quick=quick),
             lambda: host_benchmark.run(on, quick=quick),
             lambda: cpu_benchmark.run(quick=quick),
         ],
@@ -119,7 +132,7 @@ def _print_tables(report: Report) -> None:
         console.print(table)
 
 
-for command in (cache, host, cpu, show):
+for command in (cache, decode, host, cpu, show):
     app.command()(command)
 app.command("all")(run_all)
 

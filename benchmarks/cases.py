@@ -21,6 +21,9 @@ DECODE = 64
 
 POOL_LAYERS = 4
 SLOT_BYTES = 8
+INDEX_BYTES = 4
+LSE_BYTES = 4
+TOPK = 2048
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,63 @@ def device_cases(*, quick: bool) -> list[Case]:
             cases += [replace(plain, layout="shuffled", block_size=n) for n in (1, 16, 64, 256)]
             cases += [replace(plain, dtype=dtype) for dtype in ("float16", "float32")]
     return cases
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One call of sparse_mla_decode, in bfloat16.
+
+    padded: how many of a row's topk indices are -1, the last ones.
+    """
+
+    heads: int
+    batch: int
+    topk: int
+    s_q: int = 1
+    padded: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.s_q
+
+    @property
+    def tokens(self) -> int:
+        """Records read, all rows' together. No two rows share one."""
+        return self.rows * (self.topk - self.padded)
+
+    @property
+    def record_bytes(self) -> int:
+        return self.tokens * RECORD_BYTES
+
+    @property
+    def bytes(self) -> int:
+        """The least that has to be read and written: records, indices, q, out and lse."""
+        row = self.topk * INDEX_BYTES + self.heads * (2 * HEAD_DIM + 2 * NOPE_DIM + LSE_BYTES)
+        return self.record_bytes + self.rows * row
+
+    @property
+    def flop(self) -> int:
+        """Of the two matrix products."""
+        return 2 * self.heads * self.tokens * (HEAD_DIM + NOPE_DIM)
+
+    @property
+    def name(self) -> str:
+        """The sizes in words."""
+        padded = f", {self.padded} padded" if self.padded else ""
+        return f"{self.heads} heads, b {self.batch}, s_q {self.s_q}, topk {self.topk}{padded}"
+
+
+def decode_cases(*, quick: bool) -> list[DecodeCase]:
+    """What `decode` measures on a GPU."""
+    heads = (16, 64, 128) if quick else (8, 16, 32, 64, 128)
+    batches = (1, 8, 128) if quick else (1, 2, 8, 32, 64, 128, 256)
+    cases = [DecodeCase(h, batch, TOPK) for h in heads for batch in batches]
+    if quick:
+        return cases
+    for topk in (64, 512, 4096):
+        cases += [DecodeCase(h, batch, topk) for h in (16, 64) for batch in (8, 128)]
+    cases += [DecodeCase(h, 128, TOPK, s_q=2) for h in (64, 128)]
+    return [*cases, DecodeCase(64, 128, TOPK, padded=TOPK // 10)]
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ summary() {
   for name in build tests memcheck racecheck initcheck bench; do
     [[ -f $work/$name.status ]] || continue
     printf '\n== %s\n' "$name"
-    [[ $name == bench ]] && grep 'of the copy$' "$out/bench.log"
+    [[ $name == bench ]] && grep -E 'of the (copy|floor)$' "$out/bench.log"
     tail -n 8 "$(log_of "$name")" | cut -c 1-160
   done
   printf '\n== summary\n'

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.subjects import BASELINES, COPY, EMPTY, OURS
+from benchmarks.subjects import BASELINES, COMPILED, COPY, EMPTY, OURS, SDPA
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.figure import SubFigure
 
-    from benchmarks.comparison import Comparison, HostCost
+    from benchmarks.comparison import Comparison, DecodeComparison, HostCost
     from benchmarks.report import Report
 
 PANEL_INCHES = 4.5
@@ -21,7 +21,7 @@ Row = dict[str, list["Comparison"]]  # a panel's title -> its comparisons, by to
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draws a PNG: times over tokens and the share of the copy's speed, then the host's costs.
+    """Draws a PNG: times over tokens and the share of the copy's speed, decodes, the host's costs.
 
     Raises:
         ValueError: the report holds nothing to draw.
@@ -32,7 +32,8 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     rows = rows_of(report.comparisons)
-    heights = [1.8] * len(rows) + [1.0] * bool(report.host_costs)
+    decodes = panels_of(report.decodes)
+    heights = [1.8] * (len(rows) + bool(decodes)) + [1.0] * bool(report.host_costs)
     if not heights:
         raise ValueError("nothing to draw: the report holds no comparison of a plain case")
     size = (3 * PANEL_INCHES, PANEL_INCHES * sum(heights))
@@ -44,6 +45,8 @@ def draw(report: Report, path: Path) -> None:
     for part, (title, row) in zip(parts, rows.items(), strict=False):
         part.suptitle(title)
         _draw_comparisons(part, row)
+    if decodes:
+        _draw_decodes(parts[len(rows)], decodes)
     if report.host_costs:
         _draw_host_costs(parts[-1], report.host_costs)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +69,38 @@ def rows_of(comparisons: list[Comparison]) -> dict[str, Row]:
         for group in row.values():
             group.sort(key=lambda c: c.case.tokens)
     return rows
+
+
+def panels_of(decodes: list[DecodeComparison]) -> dict[int, list[DecodeComparison]]:
+    """Heads -> decodes over batch sizes. Those of other topk or s_q are left to the table."""
+    panels: dict[int, list[DecodeComparison]] = {}
+    for c in decodes:
+        if c.case.padded == 0 and c.case.s_q == 1 and c.case.topk == decodes[0].case.topk:
+            panels.setdefault(c.case.heads, []).append(c)
+    for group in panels.values():
+        group.sort(key=lambda c: c.case.batch)
+    return panels
+
+
+def _draw_decodes(part: SubFigure, panels: dict[int, list[DecodeComparison]]) -> None:
+    first = next(iter(panels.values()))[0]
+    part.suptitle(f"decode: {first.clock} time, topk {first.case.topk}")
+    axes = part.subplots(2, len(panels), squeeze=False, sharex="col")
+    for (times, shares), (heads, group) in zip(axes.T, panels.items(), strict=True):
+        for i, name in enumerate((OURS, COPY, SDPA, COMPILED)):
+            points = [(c.case.batch, c.timings[name].us) for c in group if name in c.timings]
+            if points:
+                style = {"marker": ".", "color": f"C{i}", "label": name}
+                times.plot(*zip(*points, strict=True), **style)
+        times.set(title=f"{heads} heads", xscale="log", yscale="log", ylabel="microseconds a call")
+        times.legend(fontsize="small", frameon=False)
+        percents = [(c.case.batch, c.percent_of_floor) for c in group if c.clock == "device"]
+        if percents:
+            shares.plot(*zip(*percents, strict=True), marker=".", linewidth=2.5)
+        shares.axhline(100, color="grey", linewidth=1)
+        shares.set(xlabel="batch", ylabel="tighter floor, % of the time", ylim=(0, 115))
+        for axis in (times, shares):
+            axis.grid(visible=True, alpha=0.3)
 
 
 def _draw_comparisons(part: SubFigure, row: Row) -> None:

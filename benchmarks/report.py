@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import nvfp4_dsmla
-from benchmarks.comparison import Comparison, HostCost
-from benchmarks.subjects import BASELINES, COPY, EMPTY, OURS, PLAIN_CALL
+from benchmarks.comparison import MATRIX_TFLOPS, Comparison, DecodeComparison, HostCost
+from benchmarks.subjects import BASELINES, COMPILED, COPY, EMPTY, OURS, PLAIN_CALL, SDPA
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+Result = Comparison | DecodeComparison | HostCost
 
 
 def machine_facts() -> dict[str, Any]:
@@ -71,19 +73,23 @@ class Report:
 
     machine: dict[str, Any] = field(default_factory=machine_facts)
     comparisons: list[Comparison] = field(default_factory=list)
+    decodes: list[DecodeComparison] = field(default_factory=list)
     host_costs: list[HostCost] = field(default_factory=list)
 
-    def add(self, result: Comparison | HostCost) -> None:
+    def add(self, result: Result) -> None:
         if isinstance(result, Comparison):
             self.comparisons.append(result)
+        elif isinstance(result, DecodeComparison):
+            self.decodes.append(result)
         else:
             self.host_costs.append(result)
 
     def save(self, path: Path) -> None:
-        """Writes JSON: machine, comparisons, host_costs."""
+        """Writes JSON: machine, comparisons, decodes, host_costs."""
         data = {
             "machine": self.machine,
             "comparisons": [c.to_json() for c in self.comparisons],
+            "decodes": [c.to_json() for c in self.decodes],
             "host_costs": [c.to_json() for c in self.host_costs],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,23 +102,27 @@ class Report:
         return Report(
             machine=data["machine"],
             comparisons=[Comparison.from_json(c) for c in data["comparisons"]],
+            decodes=[DecodeComparison.from_json(c) for c in data["decodes"]],
             host_costs=[HostCost.from_json(c) for c in data["host_costs"]],
         )
 
     def tables(self) -> list[Table]:
-        """For rich: one of each kind of comparison, and one of the host's costs."""
+        """For rich: one of each kind of comparison, one of the decodes, one of the host's costs."""
         groups: dict[tuple[str, int | None], list[Comparison]] = {}
         for c in self.comparisons:
             groups.setdefault((c.benchmark, c.threads), []).append(c)
         tables = [_comparison_table(group) for group in groups.values()]
+        tables += [_decode_table(self.decodes)] if self.decodes else []
         return [*tables, _host_table(self.host_costs)] if self.host_costs else tables
 
 
-def progress_line(result: Comparison | HostCost) -> str:
+def progress_line(result: Result) -> str:
     """One result in a line, for who waits for the table."""
     if isinstance(result, HostCost):
         what = f"{result.op}, {result.where}, {result.subject}, {result.tokens} tokens"
         return f"{what}: {result.timing.us:.2f} us"
+    if isinstance(result, DecodeComparison):
+        return _decode_line(result)
     case = result.case
     where = f"{case.layout}, block_size {case.block_size}, {case.dtype}"
     threads = "" if result.threads is None else f", {result.threads} threads"
@@ -120,6 +130,14 @@ def progress_line(result: Comparison | HostCost) -> str:
     percent = "" if share is None else f" = {share:.0f}% of the copy"
     us = result.timings[OURS].us
     return f"{case.name}, {case.tokens} tokens, {where}{threads}: {us:.2f} us{percent}"
+
+
+def _decode_line(c: DecodeComparison) -> str:
+    faster = "".join(f", {x:.2f} x {name}" for name, x in c.times_faster_than.items())
+    share = c.percent_of_floor
+    percent = "" if share is None else f" = {share:.0f}% of the floor"
+    speed = f"{c.tflops:.1f} TFLOPS, {c.record_tb_per_s:.2f} TB/s"
+    return f"decode, {c.case.name}: {c.timings[OURS].us:.2f} us, {speed}{faster}{percent}"
 
 
 def _comparison_table(comparisons: list[Comparison]) -> Table:
@@ -150,6 +168,31 @@ def _comparison_table(comparisons: list[Comparison]) -> Table:
             _number(c.timings[COPY].us) if COPY in c.timings else "",
             "" if c.percent_of_copy is None else f"{c.percent_of_copy:.1f}",
             *(_number(c.timings[name].us) if name in c.timings else "" for name in extra),
+            *(f"{faster[name]:.2f}" if name in faster else "" for name in baselines),
+        )
+    return table
+
+
+def _decode_table(decodes: list[DecodeComparison]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"decode: {decodes[0].clock} time")
+    numbers = ["heads", "b", "s_q", "topk", "padded", "us", "10% .. 90%", "TFLOPS"]
+    numbers += ["records, TB/s", "copy, us", f"matrix at {MATRIX_TFLOPS} TFLOPS, us", "% of floor"]
+    baselines = [n for n in (SDPA, COMPILED) if any(n in c.timings for c in decodes)]
+    for name in [*numbers, *(f"x {name}" for name in baselines)]:
+        table.add_column(name, justify="right")
+    for c in decodes:
+        case, ours, faster = c.case, c.timings[OURS], c.times_faster_than
+        table.add_row(
+            *(str(n) for n in (case.heads, case.batch, case.s_q, case.topk, case.padded)),
+            _number(ours.us),
+            f"{_number(ours.low)} .. {_number(ours.high)}",
+            f"{c.tflops:.1f}",
+            f"{c.record_tb_per_s:.3f}",
+            _number(c.timings[COPY].us) if COPY in c.timings else "",
+            "" if c.percent_of_floor is None else _number(c.matrix_us),
+            "" if c.percent_of_floor is None else f"{c.percent_of_floor:.1f}",
             *(f"{faster[name]:.2f}" if name in faster else "" for name in baselines),
         )
     return table

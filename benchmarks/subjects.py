@@ -25,6 +25,7 @@ EMPTY = "empty kernel"
 COMPILED = "reference, compiled"
 EAGER = "reference, eager"
 UNPACKED = "unpacked cache"  # index_copy_ and index_select of whole elements, by slot
+SDPA = "gather + SDPA"
 
 BASELINES = (COMPILED, EAGER, UNPACKED)
 

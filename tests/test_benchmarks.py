@@ -6,7 +6,7 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ import torch
 import nvfp4_dsmla
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `pytest` alone doesn't put the checkout there
-from benchmarks import cpu, subjects
-from benchmarks.cases import Case, buffer_sets, device_cases
-from benchmarks.comparison import Comparison, HostCost
+from benchmarks import cpu, decode, subjects
+from benchmarks.cases import Case, DecodeCase, buffer_sets, decode_cases, device_cases
+from benchmarks.comparison import Comparison, DecodeComparison, HostCost
 from benchmarks.report import Report, progress_line
 from benchmarks.timing import Timing, time_calls, time_loops
 
@@ -42,6 +42,12 @@ KNOWN = Comparison(
         subjects.COMPILED: took(30.0),
     },
 )
+KNOWN_DECODE = DecodeComparison(
+    case=DecodeCase(heads=64, batch=128, topk=2048),
+    clock="device",
+    threads=None,
+    timings={subjects.OURS: took(100.0), subjects.COPY: took(25.0), subjects.SDPA: took(900.0)},
+)
 HOST_COST = HostCost("write", "an op", "eager", 0, "cpu", took(3.0))
 
 
@@ -55,6 +61,24 @@ def test_no_copy_no_percentage() -> None:
     alone = Comparison("cpu", Case("write", 1), "host", 1, {subjects.OURS: took(2.0)})
     assert alone.percent_of_copy is None
     assert "copy" not in progress_line(alone)
+
+
+def test_what_follows_from_a_known_decode() -> None:
+    flop = 2 * 64 * 128 * 2048 * (576 + 512)
+    assert KNOWN_DECODE.tflops == pytest.approx(flop / 100e-6 / 1e12)
+    assert KNOWN_DECODE.record_tb_per_s == pytest.approx(128 * 2048 * 352 / 100e-6 / 1e12)
+    assert KNOWN_DECODE.percent_of_floor == pytest.approx(flop / 790e12 / 1e-6)  # of 100 us
+    few_heads = DecodeComparison(DecodeCase(16, 128, 2048), "device", None, KNOWN_DECODE.timings)
+    assert few_heads.percent_of_floor == 25.0
+    assert few_heads.times_faster_than == {subjects.SDPA: 9.0}
+    assert progress_line(few_heads).endswith(" = 25% of the floor")
+
+
+def test_a_padded_decode_reads_less() -> None:
+    case = DecodeCase(heads=3, batch=5, topk=10, s_q=2, padded=4)
+    assert case.record_bytes == 10 * 6 * 352
+    assert case.bytes == 10 * (6 * 352 + 10 * 4 + 3 * (1152 + 1024 + 4))
+    assert case.flop == 2 * 10 * 3 * 6 * (576 + 512)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +158,39 @@ def test_buffers_are_consistent(tokens: int, requests: int, layout: str) -> None
         assert b.dst.abs().sum() > 0 or requests == 0
 
 
+def test_decodes_select_each_record_once() -> None:
+    for quick in (False, True):
+        assert len(decode_cases(quick=quick)) == len(set(decode_cases(quick=quick)))
+    assert set(decode.COMPILED_CASES) <= set(decode_cases(quick=False))
+    case = DecodeCase(heads=2, batch=3, topk=10, s_q=2, padded=1)
+    for b in decode.buffer_sets(case, CPU, 2):
+        selected = b.indices[b.indices >= 0]
+        assert len(selected.unique()) == len(selected) == case.tokens
+        assert b.cache[b.indices[..., 0].long() // 64, b.indices[..., 0].long() % 64].any(-1).all()
+
+
+def test_the_decodes_baselines_are_the_same_attention() -> None:
+    (b,) = decode.buffer_sets(DecodeCase(heads=16, batch=2, topk=64, s_q=2), CPU, 1)
+    want, _ = nvfp4_dsmla.sparse_mla_decode(
+        q=b.q, kv_cache=b.cache, indices=b.indices, softmax_scale=decode.SCALE
+    )
+    torch.testing.assert_close(decode.gather_and_sdpa(b)(), want, rtol=2**-6, atol=2**-8)
+
+
+def test_a_wrong_decode_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = DecodeCase(heads=2, batch=1, topk=10)
+    (buffers,) = decode.buffer_sets(case, CPU, 1)
+    decode.check(case, buffers)
+    right = nvfp4_dsmla.sparse_mla_decode
+
+    def wrong(*, indices: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return right(indices=indices[..., 1:], **arguments)
+
+    monkeypatch.setattr(nvfp4_dsmla, "sparse_mla_decode", wrong)
+    with pytest.raises(AssertionError, match="differ"):
+        decode.check(case, buffers)
+
+
 def test_a_wrong_op_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("write", 3)
     (buffers,) = buffer_sets(case, CPU, 1)
@@ -152,6 +209,8 @@ def measured() -> Report:
         Case("gather", 3, "shuffled"),
     ):
         report.add(cpu.measure(case, "cpu", with_reference=False, seconds=0.0))
+    for decode_case in decode.CPU_CASES:
+        report.add(decode.measure_on_cpu(decode_case, seconds=0.0))
     report.add(HOST_COST)
     return report
 
@@ -160,7 +219,7 @@ def test_the_file_has_what_it_is_to_have(measured: Report, tmp_path: Path) -> No
     path = tmp_path / "new folder" / "results.json"
     measured.save(path)
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert set(data) == {"machine", "comparisons", "host_costs"}
+    assert set(data) == {"machine", "comparisons", "decodes", "host_costs"}
     assert {"date", "commit", "torch", "python", "cpu", "cpu_threads"} <= set(data["machine"])
     assert len(data["comparisons"]) == 3
     for c in data["comparisons"]:
@@ -169,6 +228,8 @@ def test_the_file_has_what_it_is_to_have(measured: Report, tmp_path: Path) -> No
         assert c["gb_per_s"] == pytest.approx(c["bytes"] / ours / 1e3)
         assert {subjects.COPY, subjects.UNPACKED} == set(c["times_faster_than"])
         assert c["timings"][subjects.OURS]["samples"] >= 7
+    assert [c["percent_of_floor"] for c in data["decodes"]] == [None] * len(decode.CPU_CASES)
+    assert data["decodes"][0]["times_faster_than"].keys() == {subjects.SDPA}
     assert Report.load(path) == measured
 
 
@@ -180,6 +241,7 @@ def test_the_plot_is_a_png(measured: Report, tmp_path: Path) -> None:
         "all": measured,
         "host": Report(machine=measured.machine, host_costs=[HOST_COST]),
         "comparisons": Report(machine=measured.machine, comparisons=[KNOWN]),
+        "decodes": Report(machine=measured.machine, decodes=[KNOWN_DECODE]),
     }.items():
         path = tmp_path / f"{name}.png"
         draw(report, path)
@@ -191,11 +253,11 @@ def test_the_plot_is_a_png(measured: Report, tmp_path: Path) -> None:
 def test_the_tables_show_the_numbers(measured: Report) -> None:
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=300)
-    report = Report(machine=measured.machine, comparisons=[KNOWN], host_costs=[HOST_COST])
+    report = Report(measured.machine, [KNOWN], [KNOWN_DECODE], [HOST_COST])
     with console.capture() as captured:
         console.print(*report.tables())
     text = captured.get()
-    for number in ("75.0", "15.00", "756", "3.00"):
+    for number in ("75.0", "15.00", "756", "3.00", "365.1", "0.923", "46.2", "9.00"):
         assert f" {number} " in text
 
 
@@ -212,6 +274,6 @@ def test_the_command_line_prints_a_saved_report(measured: Report, tmp_path: Path
     assert result.exit_code == 0, result.output
     assert "gather, 16 requests" in result.output
     assert picture.is_file()
-    for command in ("cache", "host", "cpu", "all"):
+    for command in ("cache", "decode", "host", "cpu", "all"):
         help_of = testing.CliRunner().invoke(app, [command, "--help"])
         assert help_of.exit_code == 0, help_of.output

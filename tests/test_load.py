@@ -73,7 +73,11 @@ def library(request: pytest.FixtureRequest) -> Path:
 
 
 def test_version_is_the_distributions() -> None:
-    assert nvfp4_dsmla.__version__ == importlib.metadata.version("nvfp4-dsmla")
+    try:
+        version = importlib.metadata.version("nvfp4-dsmla")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is on the path but not installed: there is no distribution")
+    assert nvfp4_dsmla.__version__ == version
 
 
 def test_loaded_libraries() -> None:
