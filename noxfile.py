@@ -50,8 +50,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Lint, build, and run every test but the exhaustive ones."""
+    """Lint, build, and run every test but the exhaustive ones; build the documentation."""
     lint(session)
+    docs(session)
     install(session, extras="test,cli", cpp_tests=True)
     ctest(session, "--label-exclude", "exhaustive")
     # A cached graph of an older build would hide a changed op.
@@ -73,6 +74,15 @@ def lint(session: nox.Session) -> None:
         "git", "ls-files", "*.h", "*.cpp", "*.cu", "*.cuh", external=True, silent=True
     )
     run(session, "clang-format", "--dry-run", "-Werror", *str(listed).split())
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into build/docs, warnings as errors."""
+    prepare(session)
+    pip(session, *PYPROJECT["project"]["optional-dependencies"]["docs"])
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of mkdocs-material's
+    run(session, "mkdocs", "build", "--strict", "--quiet", env=quiet)
 
 
 @nox.session
