@@ -1,20 +1,19 @@
 // sparse_mla_decode for Hopper, with wgmma: 16, 32 or 64 heads a block.
 //
-// A block of three warpgroups takes one row (a query token), up to kHeads of its heads and a share
-// of its tokens, in tiles of 64 tokens. Tokens are the rows of both products and heads their
-// columns, so that 16 heads do not cost what 64 do:
+// A block of three or four warpgroups takes one row (a query token), up to kHeads of its heads and
+// a share of its tokens, in tiles of 64 tokens. Tokens are the rows of both products and heads
+// their columns, so that 16 heads do not cost what 64 do:
 //
-//   S^T[64 tokens, heads] = K · q^T     K from the registers of the lanes that expand it,
-//                                       q from shared memory, its dims in expanded order
-//   O^T[512, heads]      += V^T · P     V and P from shared memory, O in registers
+//   S^T[64 tokens, heads] = K q^T     K from the registers of the lanes that expand it,
+//                                     q from shared memory, its dims in expanded order
+//   O^T[512, heads]      += V^T P     V and P from shared memory, O in registers
 //
-//   expander: loads records (a tile ahead, into registers), expands them, stores V, multiplies K ·
-//   q^T
-//             as it goes, softmax, stores P                       1 warpgroup, or 2 taking turns
-//   summer:   multiplies V^T · P                                  2 warpgroups, or 1
+//   expander  loads records a tile ahead into registers, expands them, stores V, multiplies K q^T
+//             as it goes; softmax; stores P.   1 warpgroup, or 2 or 3 that take turns at the tiles
+//   summer    multiplies V^T P.                2 warpgroups, or 1
 //
-// Two V and P buffers pass between them: `full` when a tile's are written, `empty` when it is
-// summed. As in decode_mma.cu, lane (g, q) takes blocks q, 4+q, .. 28+q of a token.
+// Two or three V and P buffers pass between them: `full` when a tile's are written, `empty` when it
+// is summed. As in decode_mma.cu, lane (g, q) takes blocks q, 4+q, .. 28+q of a token.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"
@@ -39,7 +38,7 @@ __device__ void load_query(const DecodeKernelParams& p,
   constexpr int kEights = kHeadDim / 8;
   const int thread = threadIdx.y * kWarpSize + threadIdx.x;
 #pragma unroll 4
-  for (int i = thread; i < kHeads * kEights; i += kGroups * kGroupThreads) {
+  for (int i = thread; i < kHeads * kEights; i += Shared<kHeads>::kThreads) {
     const int local = i / kEights, eight = i % kEights;  // dims 8 * eight ..
     Elements<T, 8> x{};
     if (first_head + local < p.heads) {
@@ -186,9 +185,12 @@ __device__ void expand_tiles(const DecodeKernelParams& p,
     load_records(first + kStep, slots, records);
     read_slots(first + 2 * kStep, slots);
 
-    if (kExpanders > 1 && tile > 0) barrier_wait(shared.turn, (tile - 1) & 1);
+    if (kExpanders > 1 && tile > 0) {
+      // A barrier each: a waiter must not be two phases behind. No one goes before the first tile.
+      barrier_wait(shared.turn[group], (tile / kExpanders - (group == 0 ? 1 : 0)) & 1);
+    }
     softmax.template update<T>(shared, buffer, scores);
-    if (kExpanders > 1) barrier_arrive(shared.turn);
+    if (kExpanders > 1) barrier_arrive(shared.turn[(group + 1) % kExpanders]);
     fence_for_async();
     barrier_arrive(shared.full[buffer]);
   }
@@ -297,7 +299,7 @@ __device__ void finish_heads(
 }
 
 template <class T, int kHeads, bool kWide>
-__global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
+__global__ void __launch_bounds__(Shared<kHeads>::kThreads, 1)
     decode_wgmma_kernel(const __grid_constant__ DecodeKernelParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shared<kHeads>;
@@ -315,11 +317,12 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
       barrier_init(shared.full[b], kGroupThreads);
       barrier_init(shared.empty[b], S::kSummers * kGroupWarps);
     }
-    barrier_init(shared.turn, kGroupThreads);
+    for (uint64_t& turn : shared.turn) barrier_init(turn, kGroupThreads);
     barrier_init(shared.finished, S::kExpanders * kGroupThreads);
     barrier_init_fence();
   }
-  if (thread < kHeads) shared.running_max[thread] = -INFINITY;
+  if (thread == 0) shared.raises = 0;
+  if (thread < kHeads) shared.running_max[thread] = kNoMaximum;
   load_query<T, kHeads, kWide>(
       p, shared,
       static_cast<const T*>(p.q) + place.b * p.q_batch_stride + place.t * p.q_token_stride,
@@ -331,6 +334,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   // it in uniform registers: descriptors above all.
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
   if (group < S::kExpanders) {
+    if constexpr (kHeads != 32) more_registers<S::kExpanderRegisters>();
     Softmax<kHeads> softmax;
     softmax.start();
     expand_tiles<T>(p, shared, group, p.row_indices(place), begin, end, softmax);
@@ -340,6 +344,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     finish_heads<T>(p, shared, row, split, first_head);
     barrier_arrive(shared.finished);
   } else {
+    if constexpr (kHeads != 32) fewer_registers<S::kSummerRegisters>();
     const int summer = group - S::kExpanders;
     float out[kValueChunks / S::kSummers][kHeads / 2] = {};
     sum_tiles<T>(shared, summer, (end - begin + kTileTokens - 1) / kTileTokens, out);
@@ -360,7 +365,7 @@ int launch(const DecodeKernelParams& p, cudaStream_t stream) {
     return error;
   }
   const dim3 grid(p.rows * p.num_splits, (p.heads + kHeads - 1) / kHeads);
-  kernel<<<grid, warps(kGroups * kGroupWarps), kBytes, stream>>>(p);
+  kernel<<<grid, warps(Shared<kHeads>::kGroups * kGroupWarps), kBytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -2,6 +2,7 @@
 // running softmax.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 #include "format/record.h"
@@ -13,7 +14,6 @@ namespace nvfp4_dsmla::cuda::hopper {
 
 inline constexpr int kGroupWarps = 4;
 inline constexpr int kGroupThreads = kGroupWarps * kWarpSize;
-inline constexpr int kGroups = 3;
 inline constexpr int kTileTokens = kWgmmaTokens;
 inline constexpr int kChunkDims = 64;  // 128 bytes of 16-bit elements: one swizzled row
 inline constexpr int kValueChunks = kNopeDim / kChunkDims;
@@ -23,25 +23,34 @@ inline constexpr int kRowBytes = kChunkDims * 2;
 // Scores may exceed the running maximum by 2^8 before it is raised: sums lose nothing by it, and
 // the outputs are rescaled a few times a row, not once a tile.
 inline constexpr float kSlack = 8.0f;
+// The maximum of no tokens: finite, so that no difference of two is NaN.
+inline constexpr float kNoMaximum = -FLT_MAX;
 
 template <int kHeads>
 struct alignas(1024) Shared {
-  static constexpr int kExpanders = kHeads == 64 ? 1 : 2;
-  static constexpr int kSummers = kGroups - kExpanders;
-  static constexpr int kProbBytes = kHeads * 2;  // a token's probabilities
-  // With three, neither of two expanders waits for its last tile to be summed. 64 heads leave no
-  // room.
-  static constexpr int kBuffers = kHeads == 16 ? 3 : 2;
+  // O takes half of a warpgroup's registers for 16 heads, all but the rest for 32, and two of them
+  // for 64. What registers are left set how many expand.
+  static constexpr int kExpanders = kHeads == 16 ? 3 : kHeads == 32 ? 2 : 1;
+  static constexpr int kSummers = kHeads == 64 ? 2 : 1;
+  static constexpr int kGroups = kExpanders + kSummers;
+  static constexpr int kThreads = kGroups * kGroupThreads;
+  // A thread's registers once the warpgroups have parted; 512 for one of each.
+  static constexpr int kExpanderRegisters = kHeads == 16 ? 136 : kHeads == 32 ? 168 : 184;
+  static constexpr int kSummerRegisters = kHeads == 16 ? 104 : kHeads == 32 ? 168 : 160;
+  static constexpr int kProbBytes = kHeads * 2;          // a token's probabilities
+  static constexpr int kBuffers = kHeads == 16 ? 3 : 2;  // as many as there is room for
 
   uint8_t values[kBuffers][kValueChunks][kTileTokens][kRowBytes];
   uint8_t query[kQueryChunks][kHeads][kRowBytes];
   uint8_t probs[kBuffers][kTileTokens][kProbBytes];
   float running_max[kHeads];
+  uint32_t raises;  // how often they were raised
   float rescale[kBuffers][kHeads];
   uint32_t rescaled[kBuffers];
   float warp_values[kExpanders][kGroupWarps][kHeads];  // maxima, in the end sums
   float factor[kHeads];
-  uint64_t full[kBuffers], empty[kBuffers], turn, finished;
+  uint64_t full[kBuffers], empty[kBuffers], finished;
+  uint64_t turn[kExpanders];  // the expander before has dealt with the maxima
 };
 
 __device__ inline int group_id() { return threadIdx.y / kGroupWarps; }
@@ -54,7 +63,8 @@ __device__ inline void group_sync() {
 // The barrier of all expanders.
 template <int kExpanders>
 __device__ void expanders_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(1 + kGroups), "n"(kExpanders * kGroupThreads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"n"(1 + kExpanders), "n"(kExpanders * kGroupThreads)
+               : "memory");
 }
 __device__ inline bool group_any(bool x) {
   uint32_t any;
@@ -106,7 +116,7 @@ struct Softmax {
   __device__ void start() {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      max[c] = -INFINITY;
+      max[c] = kNoMaximum;
       sum[c] = 0.0f;
     }
   }
@@ -133,12 +143,12 @@ struct Softmax {
 #pragma unroll
       for (int w = 0; w < kGroupWarps; ++w) top = fmaxf(top, warp_max[w][head(c)]);
       if (group_warp() == 0 && lane_id() < 4) {
-        // No token before: nothing to rescale, and no Inf - Inf.
-        shared.rescale[buffer][head(c)] = base[c] == -INFINITY ? 0.0f : exp2f(base[c] - top);
+        shared.rescale[buffer][head(c)] = exp2_approx(base[c] - top);
         shared.running_max[head(c)] = top;
       }
       base[c] = top;
     }
+    if (group_warp() == 0 && lane_id() == 0) ++shared.raises;
     group_sync();  // before the next tile's warps look at the maxima
   }
 
@@ -147,24 +157,28 @@ struct Softmax {
   __device__ void update(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
     float base[kColumns];
     bool over = false;
+    uint32_t raises = shared.raises;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       base[c] = shared.running_max[head(c)];
       over |= fmaxf(x[4 * (c / 2) + c % 2], x[4 * (c / 2) + 2 + c % 2]) > base[c] + kSlack;
     }
     const bool raise = group_any(over);
-    if (raise) raise_max(shared, buffer, x, base);
+    if (raise) {
+      raise_max(shared, buffer, x, base);
+      ++raises;
+    }
     if (group_warp() == 0 && lane_id() == 0) shared.rescaled[buffer] = raise;
-
-    const int row = 16 * group_warp() + lane_id() / 4;
+    if (raises != raises_seen) {  // by this tile, or by another expander's
+      raises_seen = raises;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      if (base[c] != max[c]) {
-        sum[c] *= max[c] == -INFINITY ? 0.0f : exp2_approx(max[c] - base[c]);
+      for (int c = 0; c < kColumns; ++c) {
+        sum[c] *= exp2_approx(max[c] - base[c]);
         max[c] = base[c];
       }
-      if (base[c] == -INFINITY) base[c] = 0.0f;
     }
+
+    const int row = 16 * group_warp() + lane_id() / 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 2; ++j) {
 #pragma unroll
@@ -190,13 +204,14 @@ struct Softmax {
       for (int step = 4; step < kWarpSize; step *= 2) {
         total += __shfl_xor_sync(kFullWarp, total, step);
       }
-      if (max[c] != -INFINITY) total *= exp2f(max[c] - shared.running_max[head(c)]);
+      total *= exp2_approx(max[c] - shared.running_max[head(c)]);
       if (lane_id() < 4) shared.warp_values[group_id()][group_warp()][head(c)] = total;
     }
   }
 
-  float max[kColumns];
+  float max[kColumns];  // what the sums are relative to
   float sum[kColumns];
+  uint32_t raises_seen = 0;
 };
 
 }  // namespace nvfp4_dsmla::cuda::hopper

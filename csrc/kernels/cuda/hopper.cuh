@@ -49,4 +49,15 @@ __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uin
       : "memory");
 }
 
+// How many registers a thread of this warpgroup may have from here on: a multiple of 8, and more
+// only as others take fewer.
+template <int kCount>
+__device__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
 }  // namespace nvfp4_dsmla::cuda
