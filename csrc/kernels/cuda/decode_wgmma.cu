@@ -1,6 +1,6 @@
 // sparse_mla_decode for Hopper, with wgmma: 16, 32 or 64 heads a block.
 //
-// A block of three or four warpgroups takes one row (a query token), up to kHeads of its heads and
+// A block of three warpgroups takes one row (a query token), up to kHeads of its heads and
 // a share of its tokens, in tiles of 64 tokens. Tokens are the rows of both products and heads
 // their columns, so that 16 heads do not cost what 64 do:
 //
@@ -9,7 +9,7 @@
 //   O^T[512, heads]      += V^T P     V and P from shared memory, O in registers
 //
 //   expander  loads records a tile ahead into registers, expands them, stores V, multiplies K q^T
-//             as it goes; softmax; stores P.   1 warpgroup, or 2 or 3 that take turns at the tiles
+//             as it goes; softmax; stores P.   1 warpgroup, or 2 that take turns at the tiles
 //   summer    multiplies V^T P.                2 warpgroups, or 1
 //
 // Two or three V and P buffers pass between them: `full` when a tile's are written, `empty` when it
@@ -189,8 +189,9 @@ __device__ void expand_tiles(const DecodeKernelParams& p,
       // A barrier each: a waiter must not be two phases behind. No one goes before the first tile.
       barrier_wait(shared.turn[group], (tile / kExpanders - (group == 0 ? 1 : 0)) & 1);
     }
-    softmax.template update<T>(shared, buffer, scores);
+    softmax.settle_max(shared, buffer, scores);
     if (kExpanders > 1) barrier_arrive(shared.turn[(group + 1) % kExpanders]);
+    softmax.template store_probs<T>(shared, buffer, scores);
     fence_for_async();
     barrier_arrive(shared.full[buffer]);
   }
@@ -334,7 +335,7 @@ __global__ void __launch_bounds__(Shared<kHeads>::kThreads, 1)
   // it in uniform registers: descriptors above all.
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
   if (group < S::kExpanders) {
-    if constexpr (kHeads != 32) more_registers<S::kExpanderRegisters>();
+    if constexpr (kHeads == 64) more_registers<S::kExpanderRegisters>();
     Softmax<kHeads> softmax;
     softmax.start();
     expand_tiles<T>(p, shared, group, p.row_indices(place), begin, end, softmax);
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(Shared<kHeads>::kThreads, 1)
     finish_heads<T>(p, shared, row, split, first_head);
     barrier_arrive(shared.finished);
   } else {
-    if constexpr (kHeads != 32) fewer_registers<S::kSummerRegisters>();
+    if constexpr (kHeads == 64) fewer_registers<S::kSummerRegisters>();
     const int summer = group - S::kExpanders;
     float out[kValueChunks / S::kSummers][kHeads / 2] = {};
     sum_tiles<T>(shared, summer, (end - begin + kTileTokens - 1) / kTileTokens, out);

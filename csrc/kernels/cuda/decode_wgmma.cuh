@@ -28,15 +28,14 @@ inline constexpr float kNoMaximum = -FLT_MAX;
 
 template <int kHeads>
 struct alignas(1024) Shared {
-  // O takes half of a warpgroup's registers for 16 heads, all but the rest for 32, and two of them
-  // for 64. What registers are left set how many expand.
-  static constexpr int kExpanders = kHeads == 16 ? 3 : kHeads == 32 ? 2 : 1;
+  // O of 64 heads takes most registers of two warpgroups, and leaves those of one to expand.
+  static constexpr int kExpanders = kHeads == 64 ? 1 : 2;
   static constexpr int kSummers = kHeads == 64 ? 2 : 1;
   static constexpr int kGroups = kExpanders + kSummers;
   static constexpr int kThreads = kGroups * kGroupThreads;
-  // A thread's registers once the warpgroups have parted; 512 for one of each.
-  static constexpr int kExpanderRegisters = kHeads == 16 ? 136 : kHeads == 32 ? 168 : 184;
-  static constexpr int kSummerRegisters = kHeads == 16 ? 104 : kHeads == 32 ? 168 : 160;
+  // A thread's registers once the warpgroups have parted; all have 168 at first.
+  static constexpr int kExpanderRegisters = kHeads == 64 ? 184 : 168;
+  static constexpr int kSummerRegisters = kHeads == 64 ? 160 : 168;
   static constexpr int kProbBytes = kHeads * 2;          // a token's probabilities
   static constexpr int kBuffers = kHeads == 16 ? 3 : 2;  // as many as there is room for
 
@@ -121,70 +120,32 @@ struct Softmax {
     }
   }
 
-  // Raises the running maxima to those of the tile; whole warpgroup.
-  __device__ void raise_max(Shared<kHeads>& shared,
-                            int buffer,
-                            const float (&x)[kHeads / 2],
-                            float (&base)[kColumns]) {
-    auto& warp_max = shared.warp_values[group_id()];
+  // Sees to it that no score exceeds its maximum by more than the slack; whole warpgroup, and one
+  // expander after another. x is scaled, in base 2, -Inf where there is no token.
+  __device__ void settle_max(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
+    if (shared.raises != raises_seen) {  // another expander's doing
+      raises_seen = shared.raises;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float top = fmaxf(x[4 * (c / 2) + c % 2], x[4 * (c / 2) + 2 + c % 2]);
-#pragma unroll
-      for (int step = 4; step < kWarpSize; step *= 2) {
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, step));
-      }
-      if (lane_id() < 4) warp_max[group_warp()][head(c)] = top;
+      for (int c = 0; c < kColumns; ++c) raise(c, shared.running_max[head(c)]);
     }
-    group_sync();
+    bool over = false;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float top = base[c];
-#pragma unroll
-      for (int w = 0; w < kGroupWarps; ++w) top = fmaxf(top, warp_max[w][head(c)]);
-      if (group_warp() == 0 && lane_id() < 4) {
-        shared.rescale[buffer][head(c)] = exp2_approx(base[c] - top);
-        shared.running_max[head(c)] = top;
-      }
-      base[c] = top;
-    }
-    if (group_warp() == 0 && lane_id() == 0) ++shared.raises;
-    group_sync();  // before the next tile's warps look at the maxima
+    for (int c = 0; c < kColumns; ++c) over |= tile_max(x, c) > max[c] + kSlack;
+    const bool any_over = group_any(over);
+    if (any_over) raise_to_tile(shared, buffer, x);
+    if (group_warp() == 0 && lane_id() == 0) shared.rescaled[buffer] = any_over;
   }
 
-  // S^T -> P in its buffer; x is scaled, in base 2, -Inf where there is no token.
+  // S^T -> P in its buffer, and into the sums.
   template <class T>
-  __device__ void update(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
-    float base[kColumns];
-    bool over = false;
-    uint32_t raises = shared.raises;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      base[c] = shared.running_max[head(c)];
-      over |= fmaxf(x[4 * (c / 2) + c % 2], x[4 * (c / 2) + 2 + c % 2]) > base[c] + kSlack;
-    }
-    const bool raise = group_any(over);
-    if (raise) {
-      raise_max(shared, buffer, x, base);
-      ++raises;
-    }
-    if (group_warp() == 0 && lane_id() == 0) shared.rescaled[buffer] = raise;
-    if (raises != raises_seen) {  // by this tile, or by another expander's
-      raises_seen = raises;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        sum[c] *= exp2_approx(max[c] - base[c]);
-        max[c] = base[c];
-      }
-    }
-
+  __device__ void store_probs(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
     const int row = 16 * group_warp() + lane_id() / 4;
 #pragma unroll
     for (int j = 0; j < kColumns / 2; ++j) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        const float low = exp2_approx(x[4 * j + 2 * t] - base[2 * j]);
-        const float high = exp2_approx(x[4 * j + 2 * t + 1] - base[2 * j + 1]);
+        const float low = exp2_approx(x[4 * j + 2 * t] - max[2 * j]);
+        const float high = exp2_approx(x[4 * j + 2 * t + 1] - max[2 * j + 1]);
         sum[2 * j] += low;
         sum[2 * j + 1] += high;
         const int token = row + 8 * t;
@@ -207,6 +168,46 @@ struct Softmax {
       total *= exp2_approx(max[c] - shared.running_max[head(c)]);
       if (lane_id() < 4) shared.warp_values[group_id()][group_warp()][head(c)] = total;
     }
+  }
+
+ private:
+  // Of a lane's two tokens.
+  __device__ static float tile_max(const float (&x)[kHeads / 2], int c) {
+    return fmaxf(x[4 * (c / 2) + c % 2], x[4 * (c / 2) + 2 + c % 2]);
+  }
+  __device__ void raise(int c, float to) {
+    sum[c] *= exp2_approx(max[c] - to);
+    max[c] = to;
+  }
+
+  // Raises the maxima to those of the tile, for every expander and for what is summed so far.
+  __device__ void raise_to_tile(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
+    auto& warp_max = shared.warp_values[group_id()];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float top = tile_max(x, c);
+#pragma unroll
+      for (int step = 4; step < kWarpSize; step *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, step));
+      }
+      if (lane_id() < 4) warp_max[group_warp()][head(c)] = top;
+    }
+    group_sync();
+    const bool leads = group_warp() == 0 && lane_id() < 4;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float top = max[c];
+#pragma unroll
+      for (int w = 0; w < kGroupWarps; ++w) top = fmaxf(top, warp_max[w][head(c)]);
+      if (leads) {
+        shared.rescale[buffer][head(c)] = exp2_approx(max[c] - top);
+        shared.running_max[head(c)] = top;
+      }
+      raise(c, top);
+    }
+    if (leads && lane_id() == 0) ++shared.raises;
+    group_sync();  // before the next tile's warps look at them
+    raises_seen = shared.raises;
   }
 
   float max[kColumns];  // what the sums are relative to
