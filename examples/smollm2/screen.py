@@ -63,6 +63,8 @@ def answers_view(prompts: Sequence[str], *, topk: int) -> Iterator[Show]:
 
     with Live(console=console, refresh_per_second=8) as live:
         yield lambda answers, seen: live.update(Group(*map(panel, prompts, answers, seen)))
+    if not console.is_terminal:
+        console.line()  # what Live leaves out in a log
 
 
 @contextmanager

