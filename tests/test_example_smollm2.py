@@ -459,3 +459,4 @@ def test_every_format_knows_its_bytes(model: Llama) -> None:
     sizes = {name: make_cache(name, model, table).bytes_per_token for name in FORMATS}
     assert sizes[BFloat16Cache.name] == 2 * layout.HEAD_DIM
     assert sizes[NvFp4Cache.name] == layout.RECORD_BYTES
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)

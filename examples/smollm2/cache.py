@@ -8,6 +8,7 @@ slot is no token. Adding a format means one more subclass: its pool, its write, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -130,33 +131,79 @@ class BFloat16Cache(Cache):
         return self.gather(slots, layer, dtype)
 
 
-class NvFp4Cache(Cache):
-    """`nvfp4_ds_mla`: 352-byte records, written and read by this library's ops."""
+class PackedCache(Cache):
+    """Records of a quantised format, written and read by this library's ops."""
 
-    name = "nvfp4_ds_mla"
+    write_op: ClassVar[Callable[..., None]]
+    gather_op: ClassVar[Callable[..., torch.Tensor]]
+    gather_requests_op: ClassVar[Callable[..., None]]
+    reads_by = "a gather and PyTorch's attention"
 
     def __init__(
         self, *, num_layers: int, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        pool = nvfp4_dsmla.allocate_kv_cache(
-            num_blocks=num_blocks, block_size=block_size, num_layers=num_layers, device=device
-        )
+        spec = nvfp4_dsmla.get_kv_cache_spec(kv_cache_dtype=self.name, block_size=block_size)
+        shape = (num_layers, *spec.shape(num_blocks))
+        pool = torch.zeros(shape, dtype=spec.storage_dtype, device=device)
         super().__init__(pool, num_blocks=num_blocks, block_size=block_size)
+
+    def write(
+        self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor, layer: int
+    ) -> None:
+        type(self).write_op(
+            kv_c=kv_c, k_pe=k_pe, kv_cache=self.pool, slot_mapping=slots, layer=layer
+        )
+
+    def gather(self, slots: torch.Tensor, layer: int, dtype: torch.dtype) -> torch.Tensor:
+        return type(self).gather_op(kv_cache=self.pool, slots=slots, dtype=dtype, layer=layer)
+
+    def gather_requests(
+        self, block_table: torch.Tensor, length: int, layer: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        batch = len(block_table)
+        rows = torch.empty(batch, length, HEAD_DIM, dtype=dtype, device=block_table.device)
+        starts = torch.arange(batch, dtype=torch.int32, device=block_table.device) * length
+        type(self).gather_requests_op(
+            src_cache=self.pool,
+            dst=rows.view(-1, HEAD_DIM),
+            block_table=block_table,
+            workspace_starts=starts,
+            batch_size=batch,
+            layer=layer,
+        )
+        return rows
+
+
+class Fp8Cache(PackedCache):
+    """`fp8_ds_mla`: 656-byte records, what such models are served from today."""
+
+    name = "fp8_ds_mla"
+    write_op = nvfp4_dsmla.concat_and_cache_fp8_ds_mla
+    gather_op = nvfp4_dsmla.gather_and_upconvert_fp8_ds_mla
+    gather_requests_op = nvfp4_dsmla.cp_gather_and_upconvert_fp8_kv_cache
+
+
+class NvFp4Cache(PackedCache):
+    """`nvfp4_ds_mla`: 352-byte records, which attention reads as they are."""
+
+    name = "nvfp4_ds_mla"
+    write_op = nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla
+    gather_op = nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla
+    gather_requests_op = nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache
+
+    def __init__(
+        self, *, num_layers: int, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        super().__init__(
+            num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, device=device
+        )
         # Attention straight from the records, in builds that have it for this device.
         refusal = nvfp4_dsmla.supports_combination(
             op="sparse_mla_decode", device_type=device.type, block_size=block_size
         )
         self.has_fused_attention = refusal is None
-        self.reads_by = (
-            "sparse_mla_decode" if refusal is None else "a gather and PyTorch's attention"
-        )
-
-    def write(
-        self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor, layer: int
-    ) -> None:
-        nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla(
-            kv_c=kv_c, k_pe=k_pe, kv_cache=self.pool, slot_mapping=slots, layer=layer
-        )
+        if self.has_fused_attention:
+            self.reads_by = "sparse_mla_decode"
 
     def attend(
         self, q: torch.Tensor, slots: torch.Tensor, scale: float, layer: int
@@ -169,28 +216,8 @@ class NvFp4Cache(Cache):
         )
         return out.to(q.dtype)
 
-    def gather(self, slots: torch.Tensor, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        return nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla(
-            kv_cache=self.pool, slots=slots, dtype=dtype, layer=layer
-        )
 
-    def gather_requests(
-        self, block_table: torch.Tensor, length: int, layer: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        batch = len(block_table)
-        rows = torch.empty(batch, length, HEAD_DIM, dtype=dtype, device=block_table.device)
-        starts = torch.arange(batch, dtype=torch.int32, device=block_table.device) * length
-        nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache(
-            src_cache=self.pool,
-            dst=rows.view(-1, HEAD_DIM),
-            block_table=block_table,
-            workspace_starts=starts,
-            batch_size=batch,
-            layer=layer,
-        )
-        return rows
-
-
-FORMATS: dict[str, type[BFloat16Cache] | type[NvFp4Cache]] = {
-    cache.name: cache for cache in (BFloat16Cache, NvFp4Cache)
+# In the order of the table, the baseline first.
+FORMATS: dict[str, type[BFloat16Cache] | type[PackedCache]] = {
+    cache.name: cache for cache in (BFloat16Cache, Fp8Cache, NvFp4Cache)
 }

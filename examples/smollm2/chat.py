@@ -25,7 +25,7 @@ import torch
 
 from nvfp4_dsmla.layout import HEAD_DIM
 from smollm2 import screen
-from smollm2.cache import FORMATS, BFloat16Cache, Cache
+from smollm2.cache import FORMATS, Cache, NvFp4Cache
 from smollm2.evaluate import TEXT, Quality, evaluate
 from smollm2.generate import (
     Answers,
@@ -96,14 +96,11 @@ class Demo:
 
 
 def main() -> int:
-    """Answers from the packed cache, the same from the bf16 one, then the quality of both."""
+    """Answers from the 4-bit cache, the same from the others, then the quality of all."""
     began = time.perf_counter()
     demo = load(parse_arguments())
-    # Packed formats first: they are what one came to see.
-    answered = {
-        name: answer(demo, name)
-        for name in sorted(FORMATS, key=lambda name: name == BFloat16Cache.name)
-    }
+    # The 4-bit one first: it is what one came to see.
+    answered = {name: answer(demo, name) for name in reversed(FORMATS)}
     qualities = measure_quality(demo)
     results = [
         screen.FormatResult(
@@ -177,7 +174,7 @@ def load(options: argparse.Namespace) -> Demo:
 
 
 def answer(demo: Demo, name: str) -> tuple[Cache, Answers]:
-    """Answer all prompts, one batch, from a cache of a format; show them unless it is bf16."""
+    """Answer all prompts, one batch, from a cache of a format; show them if it is the 4-bit one."""
     prompts = [demo.tokenizer.encode_chat(prompt) for prompt in demo.prompts]
     max_new_tokens, topk = demo.options.max_new_tokens, demo.options.topk
     longest = max(map(len, prompts))
@@ -207,9 +204,9 @@ def answer(demo: Demo, name: str) -> tuple[Cache, Answers]:
         show([demo.tokenizer.decode(ids) for ids in answers], seen)
 
     with (
-        screen.steps_view(f"{name}: the same prompts", total=max_new_tokens - 1)
-        if name == BFloat16Cache.name
-        else screen.answers_view(demo.prompts, topk=topk)
+        screen.answers_view(demo.prompts, topk=topk)
+        if name == NvFp4Cache.name
+        else screen.steps_view(f"{name}: the same prompts", total=max_new_tokens - 1)
     ) as show:
         answers = decode(
             decoder,
@@ -227,11 +224,10 @@ def answer(demo: Demo, name: str) -> tuple[Cache, Answers]:
 
 
 def measure_quality(demo: Demo) -> dict[str, Quality]:
-    """Each format's quality on the text that comes with the example; bf16, the baseline, first."""
+    """Each format's quality on the text that comes with the example, in the formats' order."""
     ids = demo.tokenizer.encode(TEXT.read_text(encoding="utf-8"))
     table = demo.block_table(batch=1, tokens=len(ids))
-    names = sorted(FORMATS, key=lambda name: name != BFloat16Cache.name)
-    caches = [demo.cache(name, table) for name in names]
+    caches = [demo.cache(name, table) for name in FORMATS]
     with screen.progress() as bars:
         task = bars.add_task("reading a text through each cache", total=len(ids) - 1)
         qualities = evaluate(
@@ -241,7 +237,7 @@ def measure_quality(demo: Demo) -> dict[str, Quality]:
             torch.tensor([ids]).to(demo.device),
             on_chunk=lambda done: bars.update(task, completed=done),
         )
-    return dict(zip(names, qualities, strict=True))
+    return dict(zip(FORMATS, qualities, strict=True))
 
 
 if __name__ == "__main__":

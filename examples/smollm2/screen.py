@@ -111,7 +111,7 @@ def notes(
 ) -> Text:
     """How the numbers of the table came about, and what they do not say."""
     return Text(
-        f"Bytes a token are those of one layer. Both caches store {width} numbers a token there; "
+        f"Bytes a token are those of one layer. Every cache stores {width} numbers a token there; "
         f"SmolLM2 fills {used} of them (in bf16 they alone are {2 * used} bytes), the rest is "
         "zeros.\n"
         f"Tokens/s are those of the median step, {batch} requests at once; {reads}. A step "
@@ -119,5 +119,5 @@ def notes(
         f"Perplexity, KL (mean, nats) and top-1: {positions} positions of {TEXT_SOURCE}, each "
         "attending to what the cache kept of all tokens so far. SmolLM2 is no MLA model: its "
         "records hold rotated keys and values, and rotated keys are harder to quantise than the "
-        "latents that the record is made for."
+        "latents that the records are made for."
     )
