@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvfp4_dsmla import concat_and_cache_nvfp4_ds_mla
+from nvfp4_dsmla import concat_and_cache_mla, get_kv_cache_spec
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Case:
     op: "write", or "gather": by request where there are requests, by slot where there are none.
     layout: "contiguous", blocks in order; "shuffled", blocks in random order; "layer view", one
         layer of a pool whose layers are interleaved block by block, blocks in order.
+    format: of the cache, "nvfp4_ds_mla" or "fp8_ds_mla".
     """
 
     op: str
@@ -41,6 +42,7 @@ class Case:
     block_size: int = 64
     requests: int = 0
     dtype: str = "bfloat16"
+    format: str = "nvfp4_ds_mla"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -51,14 +53,16 @@ class Case:
     def bytes(self) -> int:
         """The least that has to be read and written: vectors, records, and slots where used."""
         slots = 0 if self.requests else SLOT_BYTES
-        return self.tokens * (HEAD_DIM * self.torch_dtype.itemsize + RECORD_BYTES + slots)
+        spec = get_kv_cache_spec(kv_cache_dtype=self.format, block_size=self.block_size)
+        record = spec.state_content_bytes
+        return self.tokens * (HEAD_DIM * self.torch_dtype.itemsize + record + slots)
 
     @property
     def name(self) -> str:
         """The operation in words."""
-        if self.op == "write":
-            return "write"
-        return f"gather, {self.requests} requests" if self.requests else "gather, by slot"
+        what = f"gather, {self.requests} requests" if self.requests else "gather, by slot"
+        what = "write" if self.op == "write" else what
+        return what if self.format == "nvfp4_ds_mla" else f"{what}, {self.format}"
 
 
 def device_cases(*, quick: bool) -> list[Case]:
@@ -73,6 +77,9 @@ def device_cases(*, quick: bool) -> list[Case]:
             cases.append(replace(plain, layout="layer view"))
             cases += [replace(plain, layout="shuffled", block_size=n) for n in (1, 16, 64, 256)]
             cases += [replace(plain, dtype=dtype) for dtype in ("float16", "float32")]
+    for tokens in (DECODE, CHUNK, PREFILL):
+        for plain in (Case("write", tokens), Case("gather", tokens, requests=16)):
+            cases.append(replace(plain, format="fp8_ds_mla"))
     return cases
 
 
@@ -174,7 +181,8 @@ def _buffers(case: Case, latent: Tensor, generator: torch.Generator) -> Buffers:
     token = torch.arange(case.tokens, device=device) - starts[request]
     block = order[first_block[request] + token // case.block_size]
 
-    shape = (num_blocks, case.block_size, RECORD_BYTES)
+    spec = get_kv_cache_spec(kv_cache_dtype=case.format, block_size=case.block_size)
+    shape = spec.shape(num_blocks)
     if case.layout == "layer view":
         pool = torch.zeros(num_blocks, POOL_LAYERS, *shape[1:], dtype=torch.uint8, device=device)
         cache, layer = pool.transpose(0, 1), 1
@@ -191,12 +199,8 @@ def _buffers(case: Case, latent: Tensor, generator: torch.Generator) -> Buffers:
         dst=torch.full_like(latent, torch.nan),  # filled, so that its pages are there
     )
     if case.op == "gather":
-        concat_and_cache_nvfp4_ds_mla(
-            kv_c=buffers.kv_c,
-            k_pe=buffers.k_pe,
-            kv_cache=cache,
-            slot_mapping=buffers.slots,
-            layer=layer,
+        concat_and_cache_mla(
+            buffers.kv_c, buffers.k_pe, cache, buffers.slots, case.format, layer=layer
         )
     return buffers
 

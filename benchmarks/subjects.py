@@ -9,6 +9,7 @@ import torch
 import nvfp4_dsmla
 from nvfp4_dsmla import reference
 from nvfp4_dsmla.layout import HEAD_DIM
+from nvfp4_dsmla.reference_formats import CODECS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,14 +31,29 @@ SDPA = "gather + SDPA"
 BASELINES = (COMPILED, EAGER, UNPACKED)
 
 
+_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "nvfp4_ds_mla": (
+        nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla,
+        nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache,
+        nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla,
+    ),
+    "fp8_ds_mla": (
+        nvfp4_dsmla.concat_and_cache_fp8_ds_mla,
+        nvfp4_dsmla.cp_gather_and_upconvert_fp8_kv_cache,
+        nvfp4_dsmla.gather_and_upconvert_fp8_ds_mla,
+    ),
+}
+
+
 def ours(case: Case, b: Buffers) -> Call:
     """The op, through its public Python function."""
+    write, by_request, by_slot = _OPS[case.format]
     if case.op == "write":
-        return lambda: nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla(
+        return lambda: write(
             kv_c=b.kv_c, k_pe=b.k_pe, kv_cache=b.cache, slot_mapping=b.slots, layer=b.layer
         )
     if case.requests:
-        return lambda: nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache(
+        return lambda: by_request(
             src_cache=b.cache,
             dst=b.dst,
             block_table=b.block_table,
@@ -45,9 +61,7 @@ def ours(case: Case, b: Buffers) -> Call:
             batch_size=case.requests,
             layer=b.layer,
         )
-    return lambda: nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla(
-        kv_cache=b.cache, slots=b.slots, dtype=case.torch_dtype, layer=b.layer
-    )
+    return lambda: by_slot(kv_cache=b.cache, slots=b.slots, dtype=case.torch_dtype, layer=b.layer)
 
 
 def reference_of(case: Case, *, compiled: bool) -> Callable[[Buffers], Call]:
@@ -58,17 +72,18 @@ def reference_of(case: Case, *, compiled: bool) -> Callable[[Buffers], Call]:
     def function(eager: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(eager, dynamic=False) if compiled else eager
 
+    codec = CODECS[case.format]
     write = function(reference.concat_and_cache)
     by_request = function(reference.cp_gather)
     by_slot = function(reference.gather)
 
     def of(b: Buffers) -> Call:
         if case.op == "write":
-            return lambda: write(b.kv_c, b.k_pe, b.cache, b.slots, b.layer)
+            return lambda: write(b.kv_c, b.k_pe, b.cache, b.slots, b.layer, codec)
         if case.requests:
-            table, starts = b.block_table, b.workspace_starts
-            return lambda: by_request(b.cache, b.dst, table, starts, case.requests, None, b.layer)
-        return lambda: by_slot(b.cache, b.slots, case.torch_dtype, b.layer)
+            table, starts, requests = b.block_table, b.workspace_starts, case.requests
+            return lambda: by_request(b.cache, b.dst, table, starts, requests, None, b.layer, codec)
+        return lambda: by_slot(b.cache, b.slots, case.torch_dtype, b.layer, codec)
 
     return of
 

@@ -158,6 +158,20 @@ def test_buffers_are_consistent(tokens: int, requests: int, layout: str) -> None
         assert b.dst.abs().sum() > 0 or requests == 0
 
 
+@pytest.mark.parametrize("op", ["write", "gather"])
+@pytest.mark.parametrize("requests", [0, 16])
+def test_fp8_takes_its_own_ops_and_bytes(op: str, requests: int) -> None:
+    case = Case(op, 100, requests=requests, format="fp8_ds_mla")
+    assert case.bytes == 100 * (1152 + 656 + (0 if requests else 8))
+    assert case.name.endswith(", fp8_ds_mla")
+    (b,) = buffer_sets(case, CPU, 1)
+    assert b.cache.shape[-1] == 656
+    subjects.check(case, b)
+    assert Case(op, 131072, requests=16 if op == "gather" else 0, format="fp8_ds_mla") in (
+        device_cases(quick=True)
+    )
+
+
 def test_decodes_select_each_record_once() -> None:
     for quick in (False, True):
         assert len(decode_cases(quick=quick)) == len(set(decode_cases(quick=quick)))
