@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import ReinplaceCounters
 from torch._inductor.utils import run_and_get_code
 
 import nvfp4_dsmla
@@ -270,26 +271,30 @@ def test_a_write_by_a_name_that_is_none_or_not_the_caches() -> None:
         nvfp4_dsmla.concat_and_cache_mla(kv_c, k_pe, FP8_CACHE, slots, "nvfp4_ds_mla")
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_name_picks_the_op_while_tracing(
-    device: torch.device, name: str, generator: torch.Generator
+    device: torch.device, name: str, dynamic: bool, generator: torch.Generator
 ) -> None:
     """One graph, the op of that format in it, no copy of the pool, the bits of eager code."""
     torch._dynamo.reset()
+    ReinplaceCounters.clear()
     rows = torch.randn(6, HEAD_DIM, generator=generator).to(device)
     slots = distinct_slots(6, 20, generator).to(device)
     pool = cache_of(name, generator, device)
     want = pool.clone()
 
     def step(x: Tensor, cache: Tensor, slots: Tensor, layer: int) -> None:
-        nvfp4_dsmla.concat_and_cache_mla(
-            x[:, :NOPE_DIM] * 2, x[:, NOPE_DIM:], cache, slots, name, layer=layer
-        )
+        for each in (layer, layer - 1):
+            nvfp4_dsmla.concat_and_cache_mla(
+                x[:, :NOPE_DIM] * 2, x[:, NOPE_DIM:], cache, slots, name, layer=each
+            )
 
-    step(rows, want, slots, 1)
-    compiled = torch.compile(step, fullgraph=True)
-    _, codes = run_and_get_code(compiled, rows, pool, slots, 1)
+    step(rows, want, slots, 2)
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    _, codes = run_and_get_code(compiled, rows, pool, slots, 2)
     assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))
     write = {"bfloat16": "concat_and_cache_bfloat16"}.get(name, f"concat_and_cache_{name}")
     assert any(write in code for code in codes)
     assert not any("copy_" in code or "clone" in code for code in codes)
+    assert ReinplaceCounters.get_total_missed() == 0
