@@ -9,13 +9,15 @@
 namespace nvfp4_dsmla {
 
 enum class DecodeKernel : uint8_t {
-  kNone,   // the device has none: compute capability below 8.0
-  kMma,    // mma.sync, tiles of 16 or 32 heads; every device from 8.0 on
-  kWgmma,  // wgmma, tiles of 64 heads; 9.0 alone
+  kNone,   // the device has none
+  kMma,    // mma.sync, tiles of 16 or 32 heads; from compute capability 8.0 on
+  kWgmma,  // wgmma, tiles of 16, 32 or 64 heads; 9.0 alone
 };
 
+// What matters of a device: which kernels this build has code of for it, and its size.
 struct DecodeDevice {
-  int arch;  // 10 * major + minor
+  bool has_mma;
+  bool has_wgmma;
   int num_sms;
 };
 
@@ -56,11 +58,11 @@ inline DecodePlan plan_decode(const DecodeDevice& device,
                               int64_t heads,
                               int64_t topk,
                               DecodeKernel wanted = DecodeKernel::kNone) {
-  if (device.arch < 80) return {};
+  if (!device.has_mma) return {};
   // Measured on an H200: with few rows and many heads the smaller tiles of mma spread better.
   const bool few = heads > 16 && rows * ((heads + 31) / 32) <= 16;
   const bool wgmma =
-      device.arch == 90 && wanted != DecodeKernel::kMma && (wanted == DecodeKernel::kWgmma || !few);
+      device.has_wgmma && wanted != DecodeKernel::kMma && (wanted == DecodeKernel::kWgmma || !few);
   DecodePlan plan;
   plan.kernel = wgmma ? DecodeKernel::kWgmma : DecodeKernel::kMma;
   plan.head_tile = heads <= 16 ? 16 : heads <= 32 || !wgmma ? 32 : 64;

@@ -26,7 +26,7 @@ void check_shape(int arch, int num_sms, int64_t rows, int64_t heads, int64_t top
   const auto say = [&](bool holds, const char* what) {
     expect(holds, what, arch, rows, heads, topk);
   };
-  const DecodeDevice device{arch, num_sms};
+  const DecodeDevice device{arch >= 80, arch == 90, num_sms};
   const DecodePlan plan = plan_decode(device, rows, heads, topk);
   if (arch < 80) {
     say(plan.kernel == DecodeKernel::kNone, "a kernel where there is none");
@@ -68,8 +68,9 @@ int main() {
     }
   }
   // Too few rows to fill the device are split; a row without tokens is not.
-  expect(plan_decode({90, 132}, 1, 64, 2048).num_splits > 8, "no splits", 90, 1, 64, 2048);
-  expect(plan_decode({90, 132}, 1, 64, 0).num_splits == 1, "splits of nothing", 90, 1, 64, 0);
+  expect(plan_decode({true, true, 132}, 1, 64, 2048).num_splits > 8, "no splits", 90, 1, 64, 2048);
+  expect(plan_decode({true, true, 132}, 1, 64, 0).num_splits == 1, "splits of nothing", 90, 1, 64,
+         0);
   std::printf("decode_plan: %d failures\n", failures);
   return failures == 0 ? 0 : 1;
 }

@@ -11,22 +11,22 @@
 namespace nvfp4_dsmla::cuda {
 namespace {
 
-// Asked once a device: cudaDeviceGetAttribute takes a microsecond.
+// Asked once a device: the questions take microseconds.
 DecodeDevice current_device() {
   constexpr int kMaxDevices = 64;
-  static std::atomic<int> known[kMaxDevices];  // arch << 16 | number of SMs; 0: not asked yet
+  constexpr int kKnown = 1 << 30, kHasMma = 1 << 29, kHasWgmma = 1 << 28;
+  static std::atomic<int> known[kMaxDevices];  // these flags and the number of SMs
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return {0, 1};
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return {};
   int facts = known[device].load(std::memory_order_relaxed);
   if (facts == 0) {
-    int major = 0, minor = 0, sms = 1;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    facts = (10 * major + minor) << 16 | sms;
+    int num_sms = 1;
+    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    facts =
+        kKnown | num_sms | (has_decode_mma() ? kHasMma : 0) | (has_decode_wgmma() ? kHasWgmma : 0);
     known[device].store(facts, std::memory_order_relaxed);
   }
-  return {facts >> 16, facts & 0xffff};
+  return {(facts & kHasMma) != 0, (facts & kHasWgmma) != 0, facts & 0xffff};
 }
 
 // For benchmarks: NVFP4_DSMLA_DECODE=mma or wgmma takes that kernel where the device has it.

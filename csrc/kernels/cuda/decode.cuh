@@ -115,6 +115,22 @@ __device__ inline uint32_t pack(float low, float high, Float16) {
   return bit_cast<uint32_t>(pair);
 }
 
+// Whether there is code of this kernel for the device at hand. Compiled for an architecture without
+// its instructions (and such code may reach a newer device as PTX) its body is left empty, which
+// shows in the registers it takes.
+template <class Kernel>
+bool has_code(Kernel* kernel) {
+  constexpr int kRegistersOfAnEmptyKernel = 32;  // and more
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    cudaGetLastError();  // not an error of the caller's
+    return false;
+  }
+  return attributes.numRegs > kRegistersOfAnEmptyKernel;
+}
+
+bool has_decode_mma();
+bool has_decode_wgmma();
 int decode_wgmma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream);
 int decode_mma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream);
 int combine_splits(const DecodeKernelParams& p, cudaStream_t stream);

@@ -463,6 +463,8 @@ int launch(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t str
 
 }  // namespace
 
+bool has_decode_mma() { return has_code(decode_mma_kernel<BFloat16, 1, true>); }
+
 int decode_mma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream) {
   return p.element == Element::kBFloat16 ? launch<BFloat16>(p, plan, stream)
                                          : launch<Float16>(p, plan, stream);

@@ -391,6 +391,8 @@ int launch(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t str
 }  // namespace
 }  // namespace hopper
 
+bool has_decode_wgmma() { return has_code(hopper::decode_wgmma_kernel<BFloat16, 64, true>); }
+
 int decode_wgmma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream) {
   return p.element == Element::kBFloat16 ? hopper::launch<BFloat16>(p, plan, stream)
                                          : hopper::launch<Float16>(p, plan, stream);
