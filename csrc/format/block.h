@@ -5,6 +5,7 @@
 
 #include "format/e2m1.h"
 #include "format/e4m3.h"
+#include "format/portability.h"
 #include "format/record.h"
 
 namespace nvfp4_dsmla {
@@ -53,12 +54,6 @@ NVFP4_DSMLA_INLINE BlockScale choose_scale(float amax) {
 
 // x over the block's scale, as the format states it: a product with the rounded inverse, rounded on
 // its own. Fused into the adds of encode_e2m1 it would break ties the other way.
-NVFP4_DSMLA_INLINE float scale_down(float x, float inverse) {
-#if defined(__CUDA_ARCH__)
-  return __fmul_rn(x, inverse);
-#else
-  return x * inverse;  // compiled with -ffp-contract=off
-#endif
-}
+NVFP4_DSMLA_INLINE float scale_down(float x, float inverse) { return product(x, inverse); }
 
 }  // namespace nvfp4_dsmla

@@ -6,6 +6,7 @@
 
 #include "format/e4m3.h"
 #include "format/element.h"
+#include "format/portability.h"
 
 namespace nvfp4_dsmla::fp8 {
 
@@ -33,11 +34,7 @@ NVFP4_DSMLA_INLINE float scale_down(float x, float scale) {
 
 // An element, in fp32. Not exact: a scale has 24 significant bits of its own.
 NVFP4_DSMLA_INLINE float scale_up(float code_value, float scale) {
-#if defined(__CUDA_ARCH__)
-  return __fmul_rn(code_value, scale);
-#else
-  return code_value * scale;
-#endif
+  return product(code_value, scale);
 }
 
 }  // namespace nvfp4_dsmla::fp8

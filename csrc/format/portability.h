@@ -23,4 +23,14 @@ NVFP4_DSMLA_INLINE To bit_cast(const From& from) {
   return to;
 }
 
+// a * b to nearest, never made one with an addition: nvcc would fuse them, and the host, which is
+// compiled with -ffp-contract=off, would not.
+NVFP4_DSMLA_INLINE float product(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 }  // namespace nvfp4_dsmla
