@@ -99,14 +99,20 @@ def golden(path: Path) -> tuple[Tensor, Tensor]:
         return bits.view(torch.bfloat16), torch.from_numpy(file["record"].copy())
 
 
-def latents(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def latents(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    specials_share: float = 0.002,
+) -> Tensor:
     """Normal numbers, each row at a magnitude of its own, and a few specials."""
     values = torch.randn(*shape, generator=generator)
     exponents = torch.randint(-12, 10, (*shape[:-1], 1), generator=generator)
     values = values * torch.exp2(exponents.float())
     specials = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-42, -3e38, 6.0])
     which = torch.randint(len(specials), shape, generator=generator)
-    rare = torch.rand(*shape, generator=generator) < 0.002
+    rare = torch.rand(*shape, generator=generator) < specials_share
     return torch.where(rare, specials[which], values).to(dtype)
 
 
@@ -160,7 +166,7 @@ class Case:
     make: Callable[..., dict[str, Any]]
 
 
-def _write(
+def write_case(
     name: str,
     *,
     tokens: int,
@@ -176,13 +182,15 @@ def _write(
     slot_dtype: torch.dtype = torch.int64,
     slot_stride: int = 1,
     skipped: Sequence[int] = (),
+    specials_share: float = 0.002,
 ) -> Case:
     """A write; with `fused_width`, kv_c and k_pe are slices of rows of so many elements."""
 
     def make(
         generator: torch.Generator, device: torch.device, width: int = RECORD_BYTES
     ) -> dict[str, Any]:
-        rows = latents((tokens + more_rows, HEAD_DIM), dtype, generator)
+        shape = (tokens + more_rows, HEAD_DIM)
+        rows = latents(shape, dtype, generator, specials_share=specials_share)
         if fused_width is not None:
             strides = [fused_width, 1]
             rows = inside(rows, generator, device, strides=strides, offset=offset)
@@ -216,20 +224,24 @@ def _write(
 BF16, FP16, FP32 = DTYPES
 
 WRITES = [
-    _write("one_token", tokens=1, dtype=BF16, num_blocks=1, block_size=1),
-    _write("bfloat16", tokens=5, dtype=BF16, skipped=[1, 4]),
-    _write("float16", tokens=5, dtype=FP16, slot_dtype=torch.int32, skipped=[0, 1, 2]),
-    _write("float32", tokens=5, dtype=FP32, slot_stride=3),
-    _write(
+    write_case("one_token", tokens=1, dtype=BF16, num_blocks=1, block_size=1),
+    write_case("bfloat16", tokens=5, dtype=BF16, skipped=[1, 4]),
+    write_case("float16", tokens=5, dtype=FP16, slot_dtype=torch.int32, skipped=[0, 1, 2]),
+    write_case("float32", tokens=5, dtype=FP32, slot_stride=3),
+    write_case(
         "fused_projection", tokens=7, dtype=BF16, fused_width=1536 + HEAD_DIM, layout="odd_strides"
     ),
-    _write("unaligned_bfloat16", tokens=6, dtype=BF16, offset=MARGIN + 1, layout="unaligned"),
-    _write("unaligned_float16", tokens=6, dtype=FP16, fused_width=HEAD_DIM + 1, offset=MARGIN + 3),
-    _write("unaligned_float32", tokens=6, dtype=FP32, fused_width=HEAD_DIM + 1, offset=MARGIN + 1),
-    _write("more_rows_than_tokens", tokens=3, dtype=BF16, more_rows=4, layout="padded_tokens"),
-    _write("no_tokens", tokens=0, dtype=BF16, more_rows=2),
-    _write("pool", tokens=5, dtype=BF16, num_layers=3, layer=1, block_size=64),
-    _write(
+    write_case("unaligned_bfloat16", tokens=6, dtype=BF16, offset=MARGIN + 1, layout="unaligned"),
+    write_case(
+        "unaligned_float16", tokens=6, dtype=FP16, fused_width=HEAD_DIM + 1, offset=MARGIN + 3
+    ),
+    write_case(
+        "unaligned_float32", tokens=6, dtype=FP32, fused_width=HEAD_DIM + 1, offset=MARGIN + 1
+    ),
+    write_case("more_rows_than_tokens", tokens=3, dtype=BF16, more_rows=4, layout="padded_tokens"),
+    write_case("no_tokens", tokens=0, dtype=BF16, more_rows=2),
+    write_case("pool", tokens=5, dtype=BF16, num_layers=3, layer=1, block_size=64),
+    write_case(
         "permuted_pool",
         tokens=5,
         dtype=FP16,
@@ -239,8 +251,10 @@ WRITES = [
         slot_dtype=torch.int32,
         slot_stride=2,
     ),
-    _write("token_major_pool", tokens=5, dtype=FP32, num_layers=2, layer=1, layout="tokens_first"),
-    _write("padded_pages", tokens=40, dtype=BF16, layout="padded_pages", block_size=100),
+    write_case(
+        "token_major_pool", tokens=5, dtype=FP32, num_layers=2, layer=1, layout="tokens_first"
+    ),
+    write_case("padded_pages", tokens=40, dtype=BF16, layout="padded_pages", block_size=100),
 ]
 
 

@@ -10,10 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import CP_GATHERS, GATHERS, WRITES, Case, memory_of
 from decode_cases import DECODES, MERGES
+from fused_cases import FUSED_WRITES
 
 OPS = torch.ops.nvfp4_dsmla
 CASES = {
     "concat_and_cache_nvfp4_ds_mla": WRITES,
+    "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla": FUSED_WRITES,
     "cp_gather_and_upconvert_nvfp4_kv_cache": CP_GATHERS,
     "gather_and_upconvert_nvfp4_ds_mla": GATHERS,
     "sparse_mla_decode": DECODES,
@@ -21,6 +23,7 @@ CASES = {
 }
 RETURNS = {
     "concat_and_cache_nvfp4_ds_mla": 0,
+    "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla": 0,
     "cp_gather_and_upconvert_nvfp4_kv_cache": 0,
     "gather_and_upconvert_nvfp4_ds_mla": 1,
     "sparse_mla_decode": 2,
@@ -71,6 +74,7 @@ def test_ops_that_mutate_say_so_and_return_nothing(name: str) -> None:
     mutated = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     want = {
         "concat_and_cache_nvfp4_ds_mla": ["kv_cache"],
+        "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla": ["kv_cache"],
         "cp_gather_and_upconvert_nvfp4_kv_cache": ["dst"],
     }
     assert mutated == want.get(name, [])

@@ -14,6 +14,7 @@ namespace nvfp4_dsmla {
 namespace cpu {
 
 void write(const WriteParams& params, int64_t begin, int64_t end);
+void fused_write(const FusedWriteParams& params, int64_t begin, int64_t end);
 void gather(const SlotGatherParams& params, int64_t begin, int64_t end);
 void gather(const RequestGatherParams& params, int64_t begin, int64_t end);
 void convert(const ConvertParams& params, int64_t begin, int64_t end);
@@ -44,6 +45,9 @@ void combine_decode(const DecodeParams& params,
 // The first position in slot_mapping whose slot is at or past the capacity, or -1.
 int64_t find_slot_past_capacity(const WriteParams& params);
 
+// The first position, of a token that is written, outside [0, max_positions), or -1.
+int64_t find_position_outside(const FusedWriteParams& params);
+
 // What is wrong with a gather by requests, in the order it is looked for.
 enum class GatherFault : uint8_t {
   kNone,
@@ -67,6 +71,7 @@ GatherFaultAt find_gather_fault(const RequestGatherParams& params);
 namespace cuda {
 
 int write(const WriteParams& params, CUstream_st* stream);
+int fused_write(const FusedWriteParams& params, CUstream_st* stream);
 int gather(const SlotGatherParams& params, CUstream_st* stream);
 int gather(const RequestGatherParams& params, CUstream_st* stream);
 int convert(const ConvertParams& params, CUstream_st* stream);

@@ -14,8 +14,8 @@ enum class Format : uint8_t { kNvfp4, kFp8, kBFloat16 };
 enum class Element : uint8_t { kBFloat16, kFloat16, kFloat32 };
 enum class Index : uint8_t { kInt32, kInt64 };
 
-// A vector of slots, whichever integer type the caller has.
-struct Slots {
+// A vector of slots or positions, whichever integer type the caller has.
+struct IndexVector {
   const void* data;
   Index type;
   int64_t stride;
@@ -35,8 +35,23 @@ struct WriteParams {
   int64_t k_pe_stride;  // between rows
   Element element;
   PagedCache<uint8_t> cache;
-  Slots slot_mapping;  // [num_tokens]; a slot the cache does not hold is skipped
+  IndexVector slot_mapping;  // [num_tokens]; a slot the cache does not hold is skipped
   int64_t num_tokens;
+};
+
+// fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla
+struct FusedWriteParams {
+  WriteParams write;        // kv_c before the norm, k_pe before the rotation
+  const void* norm_weight;  // [512] of `norm_weight_element`, contiguous
+  Element norm_weight_element;
+  float eps;
+  IndexVector positions;  // [num_tokens]; one outside [0, max_positions) is skipped
+  const void* cos_sin;    // [max_positions, 64] of `cos_sin_element`, rows contiguous
+  int64_t cos_sin_stride;
+  Element cos_sin_element;
+  int64_t max_positions;
+  bool is_neox;         // element i is turned with i + 32, else 2i with 2i + 1
+  bool round_to_input;  // what is encoded, to `write.element`; else it stays float
 };
 
 // cp_gather_and_upconvert_nvfp4_kv_cache, .._fp8_kv_cache
@@ -64,7 +79,7 @@ struct SlotGatherParams {
   PagedCache<const uint8_t> cache;
   void* dst;  // [num_rows, 576] of `element`, contiguous
   Element element;
-  Slots slots;  // [num_rows]; a slot the cache does not hold gives a zero row
+  IndexVector slots;  // [num_rows]; a slot the cache does not hold gives a zero row
   int64_t num_rows;
 };
 

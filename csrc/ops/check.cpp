@@ -1,87 +1,16 @@
 #include "ops/check.h"
 
 #include <array>
-#include <sstream>
-#include <stdexcept>
+#include <cmath>
 
 #include "format/bf16_record.h"
 #include "format/fp8_record.h"
 #include "format/record.h"
+#include "ops/argument.h"
 
 namespace nvfp4_dsmla {
 
-std::string dtype_name(int32_t dtype) {
-  const std::pair<int32_t, const char*> names[] = {
-      {aoti_torch_dtype_bfloat16(), "bfloat16"},
-      {aoti_torch_dtype_float16(), "float16"},
-      {aoti_torch_dtype_float32(), "float32"},
-      {aoti_torch_dtype_float64(), "float64"},
-      {aoti_torch_dtype_uint8(), "uint8"},
-      {aoti_torch_dtype_int8(), "int8"},
-      {aoti_torch_dtype_int16(), "int16"},
-      {aoti_torch_dtype_int32(), "int32"},
-      {aoti_torch_dtype_int64(), "int64"},
-      {aoti_torch_dtype_bool(), "bool"},
-      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
-  };
-  for (const auto& [number, name] : names) {
-    if (number == dtype) return name;
-  }
-  return "dtype number " + std::to_string(dtype);
-}
-
 namespace {
-
-std::string list(const int64_t* values, int64_t count) {
-  std::ostringstream text;
-  text << '[';
-  for (int64_t i = 0; i < count; ++i) text << (i == 0 ? "" : ", ") << values[i];
-  text << ']';
-  return text.str();
-}
-
-std::string device_name(const TensorView& t) {
-  if (t.device_type == aoti_torch_device_type_cpu()) return "cpu";
-  if (t.device_type == aoti_torch_device_type_cuda()) {
-    return "cuda:" + std::to_string(t.device_index);
-  }
-  return "device type " + std::to_string(t.device_type);
-}
-
-}  // namespace
-
-std::string describe(const TensorView& t) {
-  return dtype_name(t.dtype) + ' ' + list(t.sizes, t.dim) + " with strides " +
-         list(t.strides, t.dim) + " on " + device_name(t);
-}
-
-namespace {
-
-template <class... Pieces>
-[[noreturn]] void refuse(const char* op, const Pieces&... pieces) {
-  std::ostringstream text;
-  text << op << ": ";
-  (text << ... << pieces);
-  throw std::invalid_argument(text.str());
-}
-
-// One tensor argument under its name; want() refuses with what was wanted and what the tensor is.
-struct Argument : TensorView {
-  Argument(const char* op, const char* name, const Tensor& tensor)
-      : TensorView(tensor), op(op), name(name) {}
-
-  template <class... Pieces>
-  void want(bool holds, const Pieces&... wanted) const {
-    if (!holds) refuse(op, name, ": wanted ", wanted..., ", got ", describe(*this));
-  }
-  void want_device_of(const Argument& other) const {
-    want(device_type == other.device_type && device_index == other.device_index, "the device of ",
-         other.name, " (", device_name(other), ')');
-  }
-
-  const char* op;
-  const char* name;
-};
 
 std::optional<Element> element_of(int32_t dtype) {
   if (dtype == aoti_torch_dtype_bfloat16()) return Element::kBFloat16;
@@ -181,15 +110,13 @@ PagedCache<const uint8_t> read_only(const PagedCache<uint8_t>& c) {
   return {c.base, c.num_blocks, c.block_size, c.block_stride, c.token_stride};
 }
 
-}  // namespace
-
-WriteParams check_write(Format format,
+WriteParams check_write(const char* op,
+                        Format format,
                         const Tensor& kv_c_tensor,
                         const Tensor& k_pe_tensor,
                         const Tensor& kv_cache_tensor,
                         const Tensor& slot_mapping_tensor,
                         int64_t layer) {
-  const char* op = op_names(format).write;
   const Argument kv_cache(op, "kv_cache", kv_cache_tensor);
   const Argument kv_c(op, "kv_c", kv_c_tensor);
   const Argument k_pe(op, "k_pe", k_pe_tensor);
@@ -216,6 +143,71 @@ WriteParams check_write(Format format,
           .cache = cache,
           .slot_mapping = {slot_mapping.data, index_of(slot_mapping), slot_mapping.stride(1)},
           .num_tokens = num_tokens};
+}
+
+}  // namespace
+
+WriteParams check_write(Format format,
+                        const Tensor& kv_c,
+                        const Tensor& k_pe,
+                        const Tensor& kv_cache,
+                        const Tensor& slot_mapping,
+                        int64_t layer) {
+  return check_write(op_names(format).write, format, kv_c, k_pe, kv_cache, slot_mapping, layer);
+}
+
+FusedWriteParams check_fused_write(const Tensor& kv_c_tensor,
+                                   const Tensor& k_pe_tensor,
+                                   const Tensor& norm_weight_tensor,
+                                   double eps,
+                                   const Tensor& positions_tensor,
+                                   const Tensor& cos_sin_cache_tensor,
+                                   bool is_neox,
+                                   const Tensor& kv_cache_tensor,
+                                   const Tensor& slot_mapping_tensor,
+                                   int64_t layer,
+                                   bool round_to_input) {
+  const WriteParams write = check_write(kFusedWrite, Format::kNvfp4, kv_c_tensor, k_pe_tensor,
+                                        kv_cache_tensor, slot_mapping_tensor, layer);
+  const Argument kv_c(kFusedWrite, "kv_c", kv_c_tensor);
+  const Argument norm_weight(kFusedWrite, "norm_weight", norm_weight_tensor);
+  const Argument positions(kFusedWrite, "positions", positions_tensor);
+  const Argument cos_sin_cache(kFusedWrite, "cos_sin_cache", cos_sin_cache_tensor);
+
+  const auto as_kv_c_or_float = [&](const Argument& t) {
+    return t.dtype == kv_c.dtype || t.dtype == aoti_torch_dtype_float32();
+  };
+  norm_weight.want(as_kv_c_or_float(norm_weight) && norm_weight.dim == 1 &&
+                       norm_weight.size(1) == kNopeDim && norm_weight.stride(1) == 1,
+                   "the dtype of kv_c (", dtype_name(kv_c.dtype), ") or float32, of shape [",
+                   kNopeDim, "], contiguous");
+  if (!std::isfinite(eps) || eps < 0) {
+    refuse(kFusedWrite, "eps: wanted a finite number, 0 or more, got ", eps);
+  }
+  positions.want(is_index(positions) && positions.dim == 1, "int64 or int32 of shape [tokens]");
+  positions.want(positions.size(1) >= write.num_tokens, "an entry for each of slot_mapping's ",
+                 write.num_tokens, " tokens");
+  cos_sin_cache.want(as_kv_c_or_float(cos_sin_cache) && cos_sin_cache.dim == 2 &&
+                         cos_sin_cache.size(1) == kRopeDim && cos_sin_cache.stride(1) == 1,
+                     "the dtype of kv_c (", dtype_name(kv_c.dtype),
+                     ") or float32, of shape [max_positions, ", kRopeDim,
+                     "] with a contiguous last dimension");
+  const Argument kv_cache(kFusedWrite, "kv_cache", kv_cache_tensor);
+  for (const Argument* t : {&norm_weight, &positions, &cos_sin_cache}) {
+    t->want_device_of(kv_cache);
+  }
+
+  return {.write = write,
+          .norm_weight = norm_weight.data,
+          .norm_weight_element = *element_of(norm_weight.dtype),
+          .eps = static_cast<float>(eps),
+          .positions = {positions.data, index_of(positions), positions.stride(1)},
+          .cos_sin = cos_sin_cache.data,
+          .cos_sin_stride = cos_sin_cache.stride(2),
+          .cos_sin_element = *element_of(cos_sin_cache.dtype),
+          .max_positions = cos_sin_cache.size(2),
+          .is_neox = is_neox,
+          .round_to_input = round_to_input};
 }
 
 RequestGatherParams check_request_gather(Format format,

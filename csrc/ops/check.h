@@ -35,6 +35,19 @@ WriteParams check_write(Format format,
                         const Tensor& slot_mapping,
                         int64_t layer);
 
+inline constexpr const char* kFusedWrite = "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla";
+FusedWriteParams check_fused_write(const Tensor& kv_c,
+                                   const Tensor& k_pe,
+                                   const Tensor& norm_weight,
+                                   double eps,
+                                   const Tensor& positions,
+                                   const Tensor& cos_sin_cache,
+                                   bool is_neox,
+                                   const Tensor& kv_cache,
+                                   const Tensor& slot_mapping,
+                                   int64_t layer,
+                                   bool round_to_input);
+
 RequestGatherParams check_request_gather(Format format,
                                          const Tensor& src_cache,
                                          const Tensor& dst,

@@ -31,6 +31,14 @@ std::string sentence(const Pieces&... pieces) {
   return text.str();
 }
 
+void check_slots(const char* op, const WriteParams& p) {
+  if (const int64_t t = cpu::find_slot_past_capacity(p); t >= 0) {
+    throw std::out_of_range(sentence(op, ": slot_mapping[", t,
+                                     "]: wanted a slot below the cache's capacity of ",
+                                     p.cache.capacity(), ", got ", p.slot_mapping[t]));
+  }
+}
+
 template <Format kFormat>
 void concat_and_cache(const Tensor& kv_c,
                       const Tensor& k_pe,
@@ -38,12 +46,31 @@ void concat_and_cache(const Tensor& kv_c,
                       const Tensor& slot_mapping,
                       int64_t layer) {
   const WriteParams p = check_write(kFormat, kv_c, k_pe, kv_cache, slot_mapping, layer);
-  if (const int64_t t = cpu::find_slot_past_capacity(p); t >= 0) {
-    throw std::out_of_range(sentence(op_names(kFormat).write, ": slot_mapping[", t,
-                                     "]: wanted a slot below the cache's capacity of ",
-                                     p.cache.capacity(), ", got ", p.slot_mapping[t]));
-  }
+  check_slots(op_names(kFormat).write, p);
   for_rows(p.num_tokens, p, &cpu::write);
+}
+
+void fused_concat_and_cache(const Tensor& kv_c,
+                            const Tensor& k_pe,
+                            const Tensor& norm_weight,
+                            double eps,
+                            const Tensor& positions,
+                            const Tensor& cos_sin_cache,
+                            bool is_neox,
+                            const Tensor& kv_cache,
+                            const Tensor& slot_mapping,
+                            int64_t layer,
+                            bool round_to_input) {
+  const FusedWriteParams p =
+      check_fused_write(kv_c, k_pe, norm_weight, eps, positions, cos_sin_cache, is_neox, kv_cache,
+                        slot_mapping, layer, round_to_input);
+  check_slots(kFusedWrite, p.write);
+  if (const int64_t t = cpu::find_position_outside(p); t >= 0) {
+    throw std::out_of_range(sentence(kFusedWrite, ": positions[", t,
+                                     "]: wanted a row of cos_sin_cache, in [0, ", p.max_positions,
+                                     "), got ", p.positions[t]));
+  }
+  for_rows(p.write.num_tokens, p, &cpu::fused_write);
 }
 
 void throw_fault(const RequestGatherParams& p, const cpu::GatherFaultAt& at) {
@@ -163,6 +190,8 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CPU, library) {
                TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kFp8>));
   library.impl("concat_and_cache_bfloat16",
                TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kBFloat16>));
+  library.impl("fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
+               TORCH_BOX(&nvfp4_dsmla::fused_concat_and_cache));
   library.impl("cp_gather_and_upconvert_nvfp4_kv_cache",
                TORCH_BOX(&nvfp4_dsmla::cp_gather<Format::kNvfp4>));
   library.impl("cp_gather_and_upconvert_fp8_kv_cache",

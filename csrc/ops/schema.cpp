@@ -18,6 +18,10 @@ STABLE_TORCH_LIBRARY(nvfp4_dsmla, library) {
       "concat_and_cache_bfloat16(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, "
       "Tensor slot_mapping, SymInt layer=0) -> ()");
   library.def(
+      "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(Tensor kv_c, Tensor k_pe, "
+      "Tensor norm_weight, float eps, Tensor positions, Tensor cos_sin_cache, bool is_neox, "
+      "Tensor(a!) kv_cache, Tensor slot_mapping, SymInt layer=0, bool round_to_input=True) -> ()");
+  library.def(
       "cp_gather_and_upconvert_nvfp4_kv_cache(Tensor src_cache, Tensor(a!) dst, "
       "Tensor block_table, Tensor workspace_starts, SymInt batch_size, Tensor? seq_starts=None, "
       "SymInt layer=0) -> ()");

@@ -42,10 +42,6 @@ struct TensorView {
   int64_t stride(int64_t from_end) const { return strides[dim - from_end]; }
 };
 
-// As a person writes it: "bfloat16 [3, 511] with strides [512, 1] on cuda:0".
-std::string describe(const TensorView& tensor);
-std::string dtype_name(int32_t dtype);
-
 // Through the C entry point: torch::stable::new_empty costs 1.5 us more a call, since it goes
 // through the dispatcher (2.10 .. 2.14).
 inline Tensor empty_contiguous(const std::vector<int64_t>& sizes,

@@ -17,7 +17,7 @@ from nvfp4_dsmla._load import loaded_libraries
 
 _load_libraries()
 
-from nvfp4_dsmla import _C, layout, reference, reference_formats
+from nvfp4_dsmla import _C, layout, reference, reference_formats, reference_fused
 from nvfp4_dsmla import _fake as _fake
 from nvfp4_dsmla.cache import allocate_kv_cache, slot_mapping_from_block_table
 from nvfp4_dsmla.format_ops import (
@@ -44,6 +44,7 @@ from nvfp4_dsmla.formats import (
 from nvfp4_dsmla.ops import (
     concat_and_cache_nvfp4_ds_mla,
     cp_gather_and_upconvert_nvfp4_kv_cache,
+    fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla,
     gather_and_upconvert_nvfp4_ds_mla,
     merge_attention_states,
     sparse_mla_decode,
@@ -72,6 +73,7 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_and_upconvert_nvfp4_kv_cache",
     "format_from_cache",
+    "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
     "gather_and_upconvert_fp8_ds_mla",
     "gather_and_upconvert_nvfp4_ds_mla",
     "get_cache_format",
@@ -83,6 +85,7 @@ __all__ = [
     "merge_attention_states",
     "reference",
     "reference_formats",
+    "reference_fused",
     "slot_mapping_from_block_table",
     "sparse_mla_decode",
     "supports_combination",

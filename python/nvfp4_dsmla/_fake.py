@@ -20,6 +20,23 @@ def _(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, layer:
     return None
 
 
+@torch.library.register_fake("nvfp4_dsmla::fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla")
+def _(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int = 0,
+    round_to_input: bool = True,
+) -> None:
+    return None
+
+
 @torch.library.register_fake("nvfp4_dsmla::cp_gather_and_upconvert_nvfp4_kv_cache")
 @torch.library.register_fake("nvfp4_dsmla::cp_gather_and_upconvert_fp8_kv_cache")
 def _(

@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = [
     "concat_and_cache_nvfp4_ds_mla",
     "cp_gather_and_upconvert_nvfp4_kv_cache",
+    "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
     "gather_and_upconvert_nvfp4_ds_mla",
     "merge_attention_states",
     "sparse_mla_decode",
@@ -25,6 +26,7 @@ __all__ = [
 
 # Bound once: looking an overload up costs a third of a microsecond a call.
 _write = torch.ops.nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla.default
+_fused_write = torch.ops.nvfp4_dsmla.fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla.default
 _cp_gather = torch.ops.nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache.default
 _gather = torch.ops.nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla.default
 _decode = torch.ops.nvfp4_dsmla.sparse_mla_decode.default
@@ -76,6 +78,94 @@ def concat_and_cache_nvfp4_ds_mla(
         slot_mapping=slot_mapping,
     )
     _write(kv_c, k_pe, kv_cache, slot_mapping, layer)
+
+
+def fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(
+    *,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    layer: int = 0,
+    round_to_input: bool = True,
+) -> None:
+    """RMSNorm of the latents, RoPE of the keys, and the write of both, in one kernel.
+
+    The bytes are those of `concat_and_cache_nvfp4_ds_mla` after
+
+        kv_c = (kv_c * rsqrt(mean(kv_c**2) + eps)) * norm_weight
+        k_pe = each pair (a, b) as (a * cos - b * sin, b * cos + a * sin)
+
+    in fp32, each rounded to the input's dtype once, at its end, as torch.nn.RMSNorm does and as
+    DeepSeek's code does both. Every operation is rounded to nearest on its own and the sum's order
+    is fixed (`reference_fused` has it), so the bytes are the same on every device. Neither result
+    is returned, and no input is changed.
+
+    Args:
+        kv_c: bfloat16, float16 or float32 [T', 512], the compressed latents before their norm. The
+            last dimension contiguous; any row stride and alignment, so a slice of a fused
+            projection will do. Rows past T are not read.
+        k_pe: like kv_c, [T', 64], the shared key before RoPE.
+        norm_weight: of kv_c's dtype or float32 [512], contiguous.
+        eps: what is added to the mean of the squares; 0 or more.
+        positions: int64 or int32 [T'], any stride: each token's position.
+        cos_sin_cache: of kv_c's dtype or float32 [max_positions, 64], rows contiguous and at any
+            stride: of each position the cosines of the 32 pairs, then their sines.
+        is_neox: whether pair i is dims i and i + 32; else it is dims 2i and 2i + 1.
+        kv_cache: uint8 [num_blocks, block_size, 352], or [num_layers, num_blocks, block_size, 352]
+            with `layer`; written in place. Any strides that keep records apart and their bytes
+            contiguous.
+        slot_mapping: int64 or int32 [T], T <= T'. Token t goes to record
+            `slot % block_size` of block `slot // block_size`. A negative slot skips the token, and
+            its position is not looked at. Of two tokens with one slot, either's bytes may stay, or
+            a mix.
+        layer: the layer of a pool; 0 for a cache of one layer.
+        round_to_input: False leaves out the two roundings to the input's dtype: what is quantised
+            is fp32. Less is lost, but the cache has not what an unfused chain writes, and prefill
+            over a latent that was normalised for it attends to other numbers than decode does.
+
+    A latent with a NaN or an infinity in it, or whose squares do not fit fp32, is what the formula
+    makes of it: all NaN, or zeros and NaN. A NaN in the latent is written as the record's largest
+    code under the smallest scale, 6 * 2^-9; in the key it stays a NaN.
+
+    Raises:
+        ValueError: an argument is not as above. Nothing is written.
+        IndexError: CPU only, a slot is at or past num_blocks * block_size, or the position of a
+            token that has a slot is outside [0, max_positions). Nothing is written. CUDA skips
+            such a token.
+
+    Source: this library's own; the table of cosines and sines and `is_neox` are those of the public
+    engines' `rotary_embedding`.
+    """
+    check_devices(
+        "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
+        "kv_cache",
+        kv_cache,
+        kv_c=kv_c,
+        k_pe=k_pe,
+        norm_weight=norm_weight,
+        positions=positions,
+        cos_sin_cache=cos_sin_cache,
+        slot_mapping=slot_mapping,
+    )
+    _fused_write(
+        kv_c,
+        k_pe,
+        norm_weight,
+        eps,
+        positions,
+        cos_sin_cache,
+        is_neox,
+        kv_cache,
+        slot_mapping,
+        layer,
+        round_to_input,
+    )
 
 
 def cp_gather_and_upconvert_nvfp4_kv_cache(

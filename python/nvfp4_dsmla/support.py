@@ -43,16 +43,26 @@ class _Question:
         shape = (0, self.block_size, self.cache_format.elements_per_token)
         return torch.empty(shape, dtype=self.cache_format.storage_dtype)
 
+    def empty_latents(self) -> tuple[Tensor, Tensor]:
+        rope_dim = self.cache_format.rope_dim
+        widths = (max(self.head_size - rope_dim, 0), rope_dim)
+        kv_c, k_pe = (torch.empty(0, width, dtype=self.dtype) for width in widths)
+        return kv_c, k_pe
+
 
 def _no_index(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32)
 
 
 def _write(op: torch._ops.OpOverload, asked: _Question) -> None:
-    nope_dim = max(asked.head_size - asked.cache_format.rope_dim, 0)
-    kv_c = torch.empty(0, nope_dim, dtype=asked.dtype)
-    k_pe = torch.empty(0, asked.cache_format.rope_dim, dtype=asked.dtype)
-    op(kv_c, k_pe, asked.empty_cache(), _no_index(0))
+    op(*asked.empty_latents(), asked.empty_cache(), _no_index(0))
+
+
+def _fused_write(op: torch._ops.OpOverload, asked: _Question) -> None:
+    weight = torch.empty(asked.cache_format.nope_dim)
+    cos_sin = torch.empty(0, asked.cache_format.rope_dim)
+    none = _no_index(0)
+    op(*asked.empty_latents(), weight, 0.0, none, cos_sin, True, asked.empty_cache(), none)
 
 
 def _cp_gather(op: torch._ops.OpOverload, asked: _Question) -> None:
@@ -97,6 +107,10 @@ class _Op:
 
 _OPS: dict[str, _Op] = {
     "concat_and_cache_nvfp4_ds_mla": _Op("nvfp4_ds_mla", _write, serves=True),
+    # An engine may normalise and rotate before it writes.
+    "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla": _Op(
+        "nvfp4_ds_mla", _fused_write, serves=False
+    ),
     "concat_and_cache_fp8_ds_mla": _Op("fp8_ds_mla", _write, serves=True),
     "concat_and_cache_bfloat16": _Op("bfloat16", _write, serves=True),
     "cp_gather_and_upconvert_nvfp4_kv_cache": _Op("nvfp4_ds_mla", _cp_gather, serves=True),

@@ -13,7 +13,7 @@ inline constexpr int64_t kTokensAhead = 4;
 // Brings in the record of the token `kTokensAhead` after `i`, if there is one before `end`.
 template <class Codec, bool kForWriting, class Byte>
 NVFP4_DSMLA_INLINE void prefetch_ahead(const PagedCache<Byte>& cache,
-                                       const Slots& slots,
+                                       const IndexVector& slots,
                                        int64_t i,
                                        int64_t end) {
   constexpr int kLineBytes = 64;

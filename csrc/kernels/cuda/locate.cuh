@@ -28,7 +28,7 @@ struct SlotLocator {
   bool strides_narrow() const { return true; }
 
   DeviceCache<const uint8_t> cache;
-  Slots slots;
+  IndexVector slots;
   uint32_t num_rows;
 };
 

@@ -33,7 +33,7 @@ struct Tokens {
   const void* k_pe;
   int64_t kv_c_stride;
   int64_t k_pe_stride;
-  Slots slot_mapping;
+  IndexVector slot_mapping;
   DeviceCache<uint8_t> cache;
   uint32_t count;
 };

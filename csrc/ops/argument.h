@@ -1,0 +1,44 @@
+// An argument of an op as a refusal speaks of it: its name, what was wanted, what it is.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "ops/torch_stable.h"
+
+namespace nvfp4_dsmla {
+
+// As a person writes it: "bfloat16 [3, 511] with strides [512, 1] on cuda:0".
+std::string describe(const TensorView& tensor);
+std::string dtype_name(int32_t dtype);
+std::string device_name(const TensorView& tensor);
+std::string list(const int64_t* values, int64_t count);  // "[3, 511]"
+
+template <class... Pieces>
+[[noreturn]] void refuse(const char* op, const Pieces&... pieces) {
+  std::ostringstream text;
+  text << op << ": ";
+  (text << ... << pieces);
+  throw std::invalid_argument(text.str());
+}
+
+// One tensor argument under its name; want() refuses with what was wanted and what the tensor is.
+struct Argument : TensorView {
+  Argument(const char* op, const char* name, const Tensor& tensor)
+      : TensorView(tensor), op(op), name(name) {}
+
+  template <class... Pieces>
+  void want(bool holds, const Pieces&... wanted) const {
+    if (!holds) refuse(op, name, ": wanted ", wanted..., ", got ", describe(*this));
+  }
+  void want_device_of(const Argument& other) const {
+    want(device_type == other.device_type && device_index == other.device_index, "the device of ",
+         other.name, " (", device_name(other), ')');
+  }
+
+  const char* op;
+  const char* name;
+};
+
+}  // namespace nvfp4_dsmla
