@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +97,11 @@ ELSEWHERE = [
     for op, cache, names in TENSORS
     for name in names
 ]
+ALL_TENSORS = [
+    pytest.param(op, name, id=f"{op}-{name}")
+    for op, cache, names in TENSORS
+    for name in (cache, *names)
+]
 
 
 @pytest.mark.parametrize(("op", "cache", "name"), ELSEWHERE)
@@ -111,6 +117,19 @@ def test_a_meta_tensor_among_real_ones(
         getattr(nvfp4_dsmla, op)(**arguments)
     for n, x in untouched.items():
         torch.testing.assert_close(arguments[n], x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("wrong", [None, [1, 2], np.zeros(CACHE_SHAPE, np.uint8)], ids=type)
+@pytest.mark.parametrize(("op", "name"), ALL_TENSORS)
+def test_what_is_no_tensor(device: torch.device, op: str, name: str, wrong: Any) -> None:
+    arguments = good_arguments(op, device)
+    arguments[name] = wrong
+    if wrong is None and name in {"seq_starts", "topk_length", "attn_sink"}:
+        getattr(nvfp4_dsmla, op)(**arguments)
+        return
+    message = f"{op}: {name}: wanted a tensor, got {type(wrong).__name__}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        getattr(nvfp4_dsmla, op)(**arguments)
 
 
 @pytest.mark.parametrize(("op", "cache", "name"), ELSEWHERE)

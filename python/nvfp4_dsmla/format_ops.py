@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvfp4_dsmla.formats import CacheFormat, get_cache_format
-from nvfp4_dsmla.ops import check_devices, concat_and_cache_nvfp4_ds_mla
+from nvfp4_dsmla.ops import check_tensors, concat_and_cache_nvfp4_ds_mla
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ def concat_and_cache_fp8_ds_mla(
     described in docs/format.md.
     """
     op = "concat_and_cache_fp8_ds_mla"
-    check_devices(op, "kv_cache", kv_cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
+    check_tensors(op, "kv_cache", kv_cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
     _write_fp8(kv_c, k_pe, kv_cache, slot_mapping, layer)
 
 
@@ -81,7 +81,7 @@ def concat_and_cache_bfloat16(
     Source: what the public engines' `concat_and_cache_mla` does for an unquantised cache.
     """
     op = "concat_and_cache_bfloat16"
-    check_devices(op, "kv_cache", kv_cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
+    check_tensors(op, "kv_cache", kv_cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
     _write_bfloat16(kv_c, k_pe, kv_cache, slot_mapping, layer)
 
 
@@ -119,7 +119,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
     Source: the public engines' function of this name, of which it takes the arguments.
     """
-    check_devices(
+    check_tensors(
         "cp_gather_and_upconvert_fp8_kv_cache",
         "src_cache",
         src_cache,
@@ -152,7 +152,7 @@ def gather_and_upconvert_fp8_ds_mla(
 
     Source: this library's own; the record is described in docs/format.md.
     """
-    check_devices("gather_and_upconvert_fp8_ds_mla", "kv_cache", kv_cache, slots=slots)
+    check_tensors("gather_and_upconvert_fp8_ds_mla", "kv_cache", kv_cache, slots=slots)
     out: Tensor = _gather_fp8(kv_cache, slots, dtype, layer)
     return out
 
@@ -231,7 +231,7 @@ def convert_kv_cache(
     if out is None:
         out = src.new_empty((*src.shape[:-1], want.elements_per_token), dtype=want.storage_dtype)
     _check_format("out", out, want)
-    check_devices("convert_kv_cache", "src", src, out=out)
+    check_tensors("convert_kv_cache", "src", src, out=out)
     if have is not want:
         _convert(src, out)
         return out

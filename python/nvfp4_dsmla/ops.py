@@ -1,9 +1,10 @@
 """The ops as Python calls, keyword-only, each docstring its contract.
 
-They are `torch.ops.nvfp4_dsmla.*` with one check more, devices, so everything said here holds for
-those too: they trace under torch.compile without a graph break or a copy of the cache, and can be
-captured in a CUDA graph. In a traced region pass the whole pool and `layer=`, not a view of it:
-PyTorch miscompiles a mutated view whose offset is symbolic (pytorch issue 198068).
+They are `torch.ops.nvfp4_dsmla.*` with one check more, `check_tensors`, so everything said here
+holds for those too: they trace under torch.compile without a graph break or a copy of the cache,
+and can be captured in a CUDA graph. In a traced region pass the whole pool and `layer=`, not a view
+of it: PyTorch miscompiles a mutated view whose offset is symbolic (pytorch issue 198068), so
+tracing one is an error.
 
 A bad argument raises ValueError, a sentence with the name, the wanted and the got, before anything
 is written. Data that points outside the tensors never makes an op touch memory outside of them; the
@@ -32,14 +33,23 @@ _gather = torch.ops.nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla.default
 _decode = torch.ops.nvfp4_dsmla.sparse_mla_decode.default
 _merge = torch.ops.nvfp4_dsmla.merge_attention_states.default
 
+_OPTIONAL = frozenset({"seq_starts", "topk_length", "attn_sink"})
 
-def check_devices(op: str, cache_name: str, cache: Tensor, **others: Tensor | None) -> None:
-    """The C++ checks this too, but a meta tensor among real ones never gets there: nothing runs."""
-    device = cache.device
+
+def check_tensors(op: str, cache_name: str, cache: object, **others: object) -> None:
+    """Refuses what C++ never sees: no tensor at all, and a meta tensor, with which nothing runs."""
+    wanted = getattr(cache, "device", None)
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != device:
+        if tensor is None and name in _OPTIONAL:
+            continue
+        got = getattr(tensor, "device", None)
+        if got != wanted:
+            for called, value in ((cache_name, cache), (name, tensor)):
+                if not isinstance(value, Tensor):
+                    kind = type(value).__name__
+                    raise ValueError(f"{op}: {called}: wanted a tensor, got {kind}")
             raise ValueError(
-                f"{op}: {name}: wanted the device of {cache_name} ({device}), got {tensor.device}"
+                f"{op}: {name}: wanted the device of {cache_name} ({wanted}), got {got}"
             )
 
 
@@ -69,7 +79,7 @@ def concat_and_cache_nvfp4_ds_mla(
     Source: the signature is that of the public engines' `concat_and_cache_mla`, without the format
     name and scale; the record is described in docs/format.md.
     """
-    check_devices(
+    check_tensors(
         "concat_and_cache_nvfp4_ds_mla",
         "kv_cache",
         kv_cache,
@@ -205,7 +215,7 @@ def cp_gather_and_upconvert_nvfp4_kv_cache(
 
     Source: the signature is that of the public engines' `cp_gather_and_upconvert_fp8_kv_cache`.
     """
-    check_devices(
+    check_tensors(
         "cp_gather_and_upconvert_nvfp4_kv_cache",
         "src_cache",
         src_cache,
@@ -238,7 +248,7 @@ def gather_and_upconvert_nvfp4_ds_mla(
 
     Source: this library's own; the record is described in docs/format.md.
     """
-    check_devices("gather_and_upconvert_nvfp4_ds_mla", "kv_cache", kv_cache, slots=slots)
+    check_tensors("gather_and_upconvert_nvfp4_ds_mla", "kv_cache", kv_cache, slots=slots)
     out: Tensor = _gather(kv_cache, slots, dtype, layer)
     return out
 
@@ -293,7 +303,7 @@ def sparse_mla_decode(
 
     Source: the arguments are those of FlashMLA's `flash_mla_with_kvcache` with sparse indices.
     """
-    check_devices(
+    check_tensors(
         "sparse_mla_decode",
         "kv_cache",
         kv_cache,
@@ -332,6 +342,6 @@ def merge_attention_states(
 
     Source: this library's own; the formula is that of the online softmax.
     """
-    check_devices("merge_attention_states", "out_a", out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    check_tensors("merge_attention_states", "out_a", out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out, lse = _merge(out_a, lse_a, out_b, lse_b)
     return out, lse
