@@ -7,7 +7,7 @@ test_fused_write and test_gather.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ import nvfp4_dsmla
 from cases import INT32, assert_memory_equal, copies_of
 from nvfp4_dsmla.layout import RECORD_BYTES
 from refusals import (
+    CACHE_SHAPE,
     CP_GATHER,
     CP_GATHER_CASES,
     DECODE,

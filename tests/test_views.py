@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import nvfp4_dsmla
 from compare import assert_latents_equal, assert_records_equal
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
+from refusals import CP_GATHER, FUSED, WRITE, good_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,20 +98,19 @@ def test_export_refuses_it(device: torch.device, strict: bool, generator: torch.
         )
 
 
-def test_a_workspace_is_refused_likewise(device: torch.device) -> None:
-    def gather(pool: Tensor, workspaces: Tensor, index: int, table: Tensor, starts: Tensor) -> None:
-        nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache(
-            src_cache=pool,
-            dst=workspaces[index],
-            block_table=table,
-            workspace_starts=starts,
-            batch_size=1,
-        )
+@pytest.mark.parametrize(
+    ("op", "name"), [(WRITE, "kv_cache"), (FUSED, "kv_cache"), (CP_GATHER, "dst")]
+)
+def test_every_op_that_writes_refuses_it(device: torch.device, op: str, name: str) -> None:
+    arguments = good_arguments(op, device)
+    stacked = torch.stack([arguments.pop(name)] * 3)
+    del arguments["layer"]
 
-    table = torch.zeros(1, 4, dtype=torch.int32, device=device)
-    workspaces = torch.zeros(3, TOKENS, HEAD_DIM, device=device)
-    with pytest.raises(RuntimeError, match=r"dst: wanted a whole tensor, .* pass it as an input"):
-        compile_(gather, dynamic=True)(make_pool(device), workspaces, 2, table, table[0, :1])
+    def call(stacked: Tensor, index: int) -> None:
+        getattr(nvfp4_dsmla, op)(**arguments, **{name: stacked[index]})
+
+    with pytest.raises(RuntimeError, match=f"{name}: wanted a whole tensor, "):
+        compile_(call, dynamic=True)(stacked, 2)
 
 
 # ---- what is right stays so, and costs no compile more -----------------------------------------

@@ -57,7 +57,7 @@ def _(
     layer: int = 0,
     round_to_input: bool = True,
 ) -> None:
-    return None
+    _refuse_moved_view("kv_cache", kv_cache, _POOL)
 
 
 @torch.library.register_fake("nvfp4_dsmla::cp_gather_and_upconvert_nvfp4_kv_cache")

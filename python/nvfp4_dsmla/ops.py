@@ -152,7 +152,7 @@ def fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(
     Source: this library's own; the table of cosines and sines and `is_neox` are those of the public
     engines' `rotary_embedding`.
     """
-    check_devices(
+    check_tensors(
         "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
         "kv_cache",
         kv_cache,
