@@ -136,6 +136,22 @@ def test_every_scale_mantissa_at_every_tie(device: torch.device) -> None:
     check_records(torch.cat([kv_c, kv_c[:, :ROPE_DIM]], dim=1), device)
 
 
+def test_every_bfloat16_under_every_scale(device: torch.device) -> None:
+    """All that is not rounded to zero, hence all that are ties; a block's scale is set by its first
+    element. The CUDA kernel has arithmetic of its own for bfloat16."""
+    blocks = []
+    for scale in E4M3_VALUES[1:0x7F].tolist():
+        largest = torch.tensor(6 * scale).bfloat16()
+        below = int(largest.view(torch.int16)) - torch.arange(6 * 128 // 15 * 15)
+        values = below.to(torch.int16).view(torch.bfloat16).view(-1, 15)
+        blocks.append(torch.cat([largest.expand(len(values), 1), values], dim=1))
+    block = torch.cat(blocks)
+    block = torch.cat([block, -block])
+    block = torch.cat([block, block.new_zeros(-len(block) % 32, 16)])
+    kv_c = block.view(-1, NOPE_DIM)
+    check_records(torch.cat([kv_c, kv_c[:, :ROPE_DIM]], dim=1), device)
+
+
 def test_random_bit_patterns_of_fp32(device: torch.device) -> None:
     bits = np.random.default_rng(4).integers(0, 2**32, (512, HEAD_DIM), dtype=np.uint32)
     check_records(torch.from_numpy(bits.view(np.float32)), device)

@@ -23,12 +23,12 @@ NVFP4_DSMLA_INLINE float max_magnitude(float amax, float x) {
   return bit_cast<float>(a > m ? a : m);
 }
 
-// 1 / x to nearest, for x that is a scale.
+// 1 / x to nearest, for x whose inverse is in the normal range too, as that of a scale is.
 NVFP4_DSMLA_INLINE float inverse(float x) {
 #if defined(__CUDA_ARCH__)
-  // What the compiler makes of 1 / x, less the branch for results out of the normal range.
+  // What the compiler makes of 1 / x, less the branch for all other x.
   float approximate;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(approximate) : "f"(x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(x));
   return fmaf(approximate, fmaf(-x, approximate, 1.0f), approximate);
 #else
   return 1.0f / x;

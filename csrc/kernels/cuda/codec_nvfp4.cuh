@@ -6,6 +6,7 @@
 
 #include "format/block.h"
 #include "format/record.h"
+#include "kernels/cuda/e2m1_halves.cuh"
 #include "kernels/cuda/expand.cuh"
 #include "kernels/cuda/lane_block.cuh"
 #include "kernels/cuda/lane_memory.cuh"
@@ -35,22 +36,42 @@ struct Nvfp4Codec {
   };
 
   template <class In>
+  __device__ static uint64_t encode_codes(const NopeElements<In>& nope, float inverse) {
+    if constexpr (kHasFastHalves && std::is_same_v<In, BFloat16>) {
+      const float factor = inverse_for_halves(inverse);
+      __half2 y[2][4];
+#pragma unroll
+      for (int i = 0; i < kBlockDim; i += 2) {
+        y[i / 8][i % 8 / 2] =
+            __floats2half2_rn(scale_down(nope[i], factor), scale_down(nope[i + 1], factor));
+      }
+      return encode_e2m1_halves(y[0]) | uint64_t{encode_e2m1_halves(y[1])} << 32;
+    } else {
+      float y[2][8];
+#pragma unroll
+      for (int i = 0; i < kBlockDim; ++i) y[i / 8][i % 8] = scale_down(nope[i], inverse);
+      return encode_e2m1x8(y[0]) | uint64_t{encode_e2m1x8(y[1])} << 32;
+    }
+  }
+
+  template <class In>
   __device__ static Encoded encode(const NopeElements<In>& nope, const RopeElements<In>& rope) {
     const BlockScale scale = choose_scale(nope.max_magnitude());
-    float y[2][8];
-#pragma unroll
-    for (int i = 0; i < kBlockDim; ++i) y[i / 8][i % 8] = scale_down(nope[i], scale.inverse);
-    const uint64_t codes = encode_e2m1x8(y[0]) | uint64_t{encode_e2m1x8(y[1])} << 32;
+    const uint64_t codes = encode_codes(nope, scale.inverse);
     return {codes, static_cast<uint16_t>(encode_e4m3_pair(rope[0], rope[1])),
             static_cast<uint8_t>(scale.code)};
   }
 
   template <bool kWide>
-  __device__ static void store(uint8_t* record, const Encoded& encoded) {
+  __device__ static void store_nope(uint8_t* record, const Encoded& encoded) {
     const int lane = lane_id();
     store_word<kWide>(record + kCodesOffset + lane * kCodeBytesPerBlock, encoded.codes);
-    store_word<kWide>(rope_of(record), encoded.rope);
     record[scale_offset(lane)] = encoded.scale;
+  }
+  template <bool kWide>
+  __device__ static void store(uint8_t* record, const Encoded& encoded) {
+    store_nope<kWide>(record, encoded);
+    store_word<kWide>(rope_of(record), encoded.rope);
   }
 
   using Latent = float;
