@@ -16,6 +16,7 @@ import torch
 
 import cases
 import decode_cases
+import fused_cases
 import nvfp4_dsmla
 from nvfp4_dsmla import reference
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
@@ -158,6 +159,10 @@ def samples(generator: torch.Generator, device: torch.device) -> int:
     """The tests' samples, which the tests compare."""
     ops = (
         (nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla, cases.WRITES),
+        (
+            nvfp4_dsmla.fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla,
+            fused_cases.FUSED_WRITES,
+        ),
         (nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla, cases.GATHERS),
         (nvfp4_dsmla.cp_gather_and_upconvert_nvfp4_kv_cache, cases.CP_GATHERS),
         (nvfp4_dsmla.sparse_mla_decode, decode_cases.DECODES),

@@ -10,6 +10,7 @@
 
 #include <cmath>
 
+#include "format/block.h"
 #include "format/portability.h"
 #include "format/record.h"
 
@@ -17,12 +18,29 @@ namespace nvfp4_dsmla {
 
 inline constexpr int kRopePairs = kRopeDim / 2;  // a row of the table: their cosines, their sines
 
+template <int kCount>
+NVFP4_DSMLA_INLINE float sum_of_pairs(const float (&x)[kCount]) {
+  if constexpr (kCount == 1) {
+    return x[0];
+  } else {
+    float sums[kCount / 2];
+    for (int i = 0; i < kCount / 2; ++i) sums[i] = x[2 * i] + x[2 * i + 1];
+    return sum_of_pairs(sums);
+  }
+}
+
 NVFP4_DSMLA_INLINE float inverse_rms(float sum_of_squares, float eps) {
-  const float mean = sum_of_squares * (1.0f / kNopeDim);  // exact: fused, the sum is the same
+  const float x = product(sum_of_squares, 1.0f / kNopeDim) + eps;
 #if defined(__CUDA_ARCH__)
-  return __frcp_rn(__fsqrt_rn(mean + eps));
+  // What the compiler makes of the two, with one branch for results out of the normal range in the
+  // place of two.
+  if (!(x > 0x1p-100f && x < 0x1p100f)) return __frcp_rn(__fsqrt_rn(x));
+  float approximate;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(x));
+  const float root = x * approximate;
+  return inverse(fmaf(fmaf(-root, root, x), 0.5f * approximate, root));
 #else
-  return 1.0f / sqrtf(mean + eps);
+  return 1.0f / sqrtf(x);
 #endif
 }
 

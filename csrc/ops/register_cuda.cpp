@@ -44,14 +44,15 @@ void check_capacity(const char* op, const PagedCache<Byte>& cache) {
   check_limit(op, "num_blocks * block_size", cache.capacity(), cuda::kMaxCapacity);
 }
 
-template <class Params>
+template <class Params, class Byte>
 void launch(const char* op,
             int64_t rows,
+            const PagedCache<Byte>& cache,
             const Params& params,
             const Tensor& on,
             int (*enqueue)(const Params&, CUstream_st*)) {
   check_limit(op, "tokens", rows, cuda::kMaxCapacity);
-  check_capacity(op, params.cache);
+  check_capacity(op, cache);
   if (rows == 0) return;
   on_current_stream(op, on, [&](CUstream_st* stream) { return enqueue(params, stream); });
 }
@@ -63,7 +64,24 @@ void concat_and_cache(const Tensor& kv_c,
                       const Tensor& slot_mapping,
                       int64_t layer) {
   const WriteParams p = check_write(kFormat, kv_c, k_pe, kv_cache, slot_mapping, layer);
-  launch(op_names(kFormat).write, p.num_tokens, p, kv_cache, &cuda::write);
+  launch(op_names(kFormat).write, p.num_tokens, p.cache, p, kv_cache, &cuda::write);
+}
+
+void fused_concat_and_cache(const Tensor& kv_c,
+                            const Tensor& k_pe,
+                            const Tensor& norm_weight,
+                            double eps,
+                            const Tensor& positions,
+                            const Tensor& cos_sin_cache,
+                            bool is_neox,
+                            const Tensor& kv_cache,
+                            const Tensor& slot_mapping,
+                            int64_t layer,
+                            bool round_to_input) {
+  const FusedWriteParams p =
+      check_fused_write(kv_c, k_pe, norm_weight, eps, positions, cos_sin_cache, is_neox, kv_cache,
+                        slot_mapping, layer, round_to_input);
+  launch(kFusedWrite, p.write.num_tokens, p.write.cache, p, kv_cache, &cuda::fused_write);
 }
 
 template <Format kFormat>
@@ -76,7 +94,7 @@ void cp_gather(const Tensor& src_cache,
                int64_t layer) {
   const RequestGatherParams p = check_request_gather(
       kFormat, src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer);
-  launch<RequestGatherParams>(op_names(kFormat).request_gather, p.num_rows, p, src_cache,
+  launch<RequestGatherParams>(op_names(kFormat).request_gather, p.num_rows, p.cache, p, src_cache,
                               &cuda::gather);
 }
 
@@ -86,8 +104,8 @@ Tensor gather(const Tensor& kv_cache,
               std::optional<torch::headeronly::ScalarType> dtype,
               int64_t layer) {
   const SlotGather call = check_slot_gather(kFormat, kv_cache, slots, dtype, layer);
-  launch<SlotGatherParams>(op_names(kFormat).slot_gather, call.params.num_rows, call.params,
-                           kv_cache, &cuda::gather);
+  launch<SlotGatherParams>(op_names(kFormat).slot_gather, call.params.num_rows, call.params.cache,
+                           call.params, kv_cache, &cuda::gather);
   return call.out;
 }
 
@@ -150,6 +168,8 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CUDA, library) {
                TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kFp8>));
   library.impl("concat_and_cache_bfloat16",
                TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kBFloat16>));
+  library.impl("fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
+               TORCH_BOX(&nvfp4_dsmla::fused_concat_and_cache));
   library.impl("cp_gather_and_upconvert_nvfp4_kv_cache",
                TORCH_BOX(&nvfp4_dsmla::cp_gather<Format::kNvfp4>));
   library.impl("cp_gather_and_upconvert_fp8_kv_cache",

@@ -26,17 +26,6 @@ NVFP4_DSMLA_INLINE void widen_row(
   }
 }
 
-template <int kCount>
-NVFP4_DSMLA_INLINE float sum_of_pairs(const float (&x)[kCount]) {
-  if constexpr (kCount == 1) {
-    return x[0];
-  } else {
-    float sums[kCount / 2];
-    for (int i = 0; i < kCount / 2; ++i) sums[i] = x[2 * i] + x[2 * i + 1];
-    return sum_of_pairs(sums);
-  }
-}
-
 template <class In, class Out>
 NVFP4_DSMLA_INLINE void normalise_row(const In* __restrict kv_c,
                                       const float (&weight)[kNopeDim],

@@ -49,6 +49,28 @@ struct Elements {
     }
   }
 
+  // Of values in fp32, each rounded to nearest.
+  __device__ static Elements rounded(const float (&values)[kCount]) {
+    Elements elements;
+    if constexpr (std::is_same_v<In, float>) {
+      memcpy(elements.words, values, sizeof(values));
+    } else {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        elements.words[w] = round_pair(values[2 * w], values[2 * w + 1]);
+      }
+    }
+    return elements;
+  }
+
+  __device__ static uint32_t round_pair(float low, float high) {
+    if constexpr (std::is_same_v<In, BFloat16>) {
+      return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high));
+    } else {
+      return bit_cast<uint32_t>(__floats2half2_rn(low, high));
+    }
+  }
+
   // Element i; i is a constant once loops are unrolled.
   __device__ float operator[](int i) const {
     const uint32_t word = words[i / kPerWord];

@@ -11,68 +11,30 @@
 #include "kernels/cuda/codec_bf16.cuh"
 #include "kernels/cuda/codec_fp8.cuh"
 #include "kernels/cuda/codec_nvfp4.cuh"
-#include "kernels/cuda/lane_block.cuh"
 #include "kernels/cuda/paging.cuh"
+#include "kernels/cuda/tokens.cuh"
 #include "kernels/launch.h"
 
 namespace nvfp4_dsmla::cuda {
 namespace {
 
-// WriteParams, resolved: strides in bytes.
-struct Tokens {
-  Tokens(const WriteParams& p, int64_t element_bytes)
-      : kv_c(p.kv_c),
-        k_pe(p.k_pe),
-        kv_c_stride(p.kv_c_stride * element_bytes),
-        k_pe_stride(p.k_pe_stride * element_bytes),
-        slot_mapping(p.slot_mapping),
-        cache(p.cache),
-        count(static_cast<uint32_t>(p.num_tokens)) {}
-
-  const void* kv_c;
-  const void* k_pe;
-  int64_t kv_c_stride;
-  int64_t k_pe_stride;
-  IndexVector slot_mapping;
-  DeviceCache<uint8_t> cache;
-  uint32_t count;
-};
-
 template <class Codec, class In, bool kWide>
 __global__ void write_kernel(const __grid_constant__ Tokens tokens) {
   const uint32_t token = warp_id();
   if (token >= tokens.count) return;
-  const int lane = lane_id();
 
-  const int64_t slot = tokens.slot_mapping[token];
-  const In* kv_c = static_cast<const In*>(row_at<kWide>(tokens.kv_c, token, tokens.kv_c_stride));
-  const In* k_pe = static_cast<const In*>(row_at<kWide>(tokens.k_pe, token, tokens.k_pe_stride));
-  NopeElements<In> nope;
-  RopeElements<In> rope;
-  nope.template load<kWide>(kv_c + lane * kNopePerLane);
-  rope.template load<kWide>(k_pe + lane * kRopePerLane);
+  const int64_t slot = tokens.slots.at<kWide>(token);
+  LaneElements<In> latent;
+  latent.template load<kWide>(tokens, token);
   // Keeps the loads above in their place. Without it the compiler moves the token's below the test
   // of the slot (or the slot's below the arithmetic, were the test last): two round trips for one.
   __syncwarp();
   if (!tokens.cache.holds(slot)) return;
 
-  const auto encoded = Codec::encode(nope, rope);
+  const auto encoded = Codec::encode(latent.nope, latent.rope);
   Codec::template store<kWide>(tokens.cache.template record<kWide>(static_cast<uint32_t>(slot)),
                                encoded);
 }
-
-// Whether kv_c may be loaded 16 bytes at a time, a lane's RoPE elements and its parts of a record
-// whole.
-template <class Codec>
-bool can_go_wide(const Tokens& t, const PagedCache<uint8_t>& cache, int64_t element_bytes) {
-  const int64_t rope_bytes = kRopePerLane * element_bytes;
-  return aligned(t.kv_c, 16) && t.kv_c_stride % 16 == 0 && fits_narrow(t.kv_c_stride) &&
-         aligned(t.k_pe, rope_bytes) && t.k_pe_stride % rope_bytes == 0 &&
-         fits_narrow(t.k_pe_stride) && records_aligned(cache, Codec::kStoreBytes);
-}
-
-// At every size from 1 to 262,144 tokens as good as 1, 2, 8 or 16, or better (docs/kernels.md).
-constexpr uint32_t kWarpsPerBlock = 4;
 
 template <class Codec, class In>
 int launch_write(const WriteParams& p, CUstream_st* stream) {
