@@ -21,7 +21,7 @@ from torch._inductor.utils import run_and_get_code
 import nvfp4_dsmla
 from cases import DTYPES, memory_of, noise
 from compare import assert_latents_equal, assert_records_equal
-from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
+from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES, ROPE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,6 +119,21 @@ def program_write(x: Tensor, pool: Tensor, slots: Tensor, layer: int) -> None:
     write(x, pool, slots, layer)
 
 
+def program_norm_rope_write(x: Tensor, pool: Tensor, slots: Tensor, layer: int) -> None:
+    nvfp4_dsmla.fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(
+        kv_c=x[:, :NOPE_DIM],
+        k_pe=x[:, NOPE_DIM:],
+        norm_weight=x[0, :NOPE_DIM],
+        eps=1e-6,
+        positions=torch.arange(len(x), device=x.device).flip(0),
+        cos_sin_cache=x[:, -ROPE_DIM:],
+        is_neox=True,
+        kv_cache=pool,
+        slot_mapping=slots,
+        layer=layer,
+    )
+
+
 def program_gather(x: Tensor, pool: Tensor, read: Tensor, layer: int) -> Tensor:
     return gather(pool, read, layer, x.dtype)
 
@@ -169,6 +184,7 @@ def program_fused(x: Tensor, pool: Tensor, slots: Tensor, read: Tensor) -> Tenso
 
 PROGRAMS = [
     program_write,
+    program_norm_rope_write,
     program_gather,
     program_cp_gather,
     program_write_then_gather,
@@ -343,7 +359,7 @@ def test_captured_in_a_cuda_graph(device: torch.device, generator: torch.Generat
     if device.type == "cpu":
         pytest.skip("CUDA graphs are CUDA's")
     arguments = random_arguments(generator, device, Sizes(8, 13, 4), torch.bfloat16)
-    programs = (program_cp_gather, program_write_then_gather)
+    programs = (program_cp_gather, program_write_then_gather, program_norm_rope_write)
 
     def run(values: Arguments) -> list[Tensor]:
         return [o for p in programs for o in outputs(p(**chosen(p, values)))]
