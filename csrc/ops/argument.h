@@ -25,7 +25,7 @@ template <class... Pieces>
 
 // One tensor argument under its name; want() refuses with what was wanted and what the tensor is.
 struct Argument : TensorView {
-  Argument(const char* op, const char* name, const Tensor& tensor)
+  Argument(const char* op, const char* name, TensorRef tensor)
       : TensorView(tensor), op(op), name(name) {}
 
   template <class... Pieces>

@@ -112,10 +112,10 @@ PagedCache<const uint8_t> read_only(const PagedCache<uint8_t>& c) {
 
 WriteParams check_write(const char* op,
                         Format format,
-                        const Tensor& kv_c_tensor,
-                        const Tensor& k_pe_tensor,
-                        const Tensor& kv_cache_tensor,
-                        const Tensor& slot_mapping_tensor,
+                        TensorRef kv_c_tensor,
+                        TensorRef k_pe_tensor,
+                        TensorRef kv_cache_tensor,
+                        TensorRef slot_mapping_tensor,
                         int64_t layer) {
   const Argument kv_cache(op, "kv_cache", kv_cache_tensor);
   const Argument kv_c(op, "kv_c", kv_c_tensor);
@@ -148,23 +148,23 @@ WriteParams check_write(const char* op,
 }  // namespace
 
 WriteParams check_write(Format format,
-                        const Tensor& kv_c,
-                        const Tensor& k_pe,
-                        const Tensor& kv_cache,
-                        const Tensor& slot_mapping,
+                        TensorRef kv_c,
+                        TensorRef k_pe,
+                        TensorRef kv_cache,
+                        TensorRef slot_mapping,
                         int64_t layer) {
   return check_write(op_names(format).write, format, kv_c, k_pe, kv_cache, slot_mapping, layer);
 }
 
-FusedWriteParams check_fused_write(const Tensor& kv_c_tensor,
-                                   const Tensor& k_pe_tensor,
-                                   const Tensor& norm_weight_tensor,
+FusedWriteParams check_fused_write(TensorRef kv_c_tensor,
+                                   TensorRef k_pe_tensor,
+                                   TensorRef norm_weight_tensor,
                                    double eps,
-                                   const Tensor& positions_tensor,
-                                   const Tensor& cos_sin_cache_tensor,
+                                   TensorRef positions_tensor,
+                                   TensorRef cos_sin_cache_tensor,
                                    bool is_neox,
-                                   const Tensor& kv_cache_tensor,
-                                   const Tensor& slot_mapping_tensor,
+                                   TensorRef kv_cache_tensor,
+                                   TensorRef slot_mapping_tensor,
                                    int64_t layer,
                                    bool round_to_input) {
   const WriteParams write = check_write(kFusedWrite, Format::kNvfp4, kv_c_tensor, k_pe_tensor,
@@ -211,12 +211,12 @@ FusedWriteParams check_fused_write(const Tensor& kv_c_tensor,
 }
 
 RequestGatherParams check_request_gather(Format format,
-                                         const Tensor& src_cache_tensor,
-                                         const Tensor& dst_tensor,
-                                         const Tensor& block_table_tensor,
-                                         const Tensor& workspace_starts_tensor,
+                                         TensorRef src_cache_tensor,
+                                         TensorRef dst_tensor,
+                                         TensorRef block_table_tensor,
+                                         TensorRef workspace_starts_tensor,
                                          int64_t batch_size,
-                                         const std::optional<Tensor>& seq_starts_tensor,
+                                         std::optional<TensorRef> seq_starts_tensor,
                                          int64_t layer) {
   const char* op = op_names(format).request_gather;
   const Argument src_cache(op, "src_cache", src_cache_tensor);
@@ -262,28 +262,24 @@ RequestGatherParams check_request_gather(Format format,
 }
 
 SlotGather check_slot_gather(Format format,
-                             const Tensor& kv_cache_tensor,
-                             const Tensor& slots_tensor,
+                             TensorRef kv_cache_tensor,
+                             TensorRef slots_tensor,
                              std::optional<torch::headeronly::ScalarType> dtype,
                              int64_t layer) {
   const char* op = op_names(format).slot_gather;
   const Argument kv_cache(op, "kv_cache", kv_cache_tensor);
   const PagedCache<uint8_t> cache = check_cache(format, kv_cache, layer);
-  {
-    const Argument slots(op, "slots", slots_tensor);
-    slots.want(is_index(slots), "int32 or int64");
-    slots.want_device_of(kv_cache);
-  }
+  const Argument given(op, "slots", slots_tensor);
+  given.want(is_index(given), "int32 or int64");
+  given.want_device_of(kv_cache);
   const int32_t out_dtype = dtype_of(dtype).value_or(aoti_torch_dtype_bfloat16());
   const auto element = element_of(out_dtype);
   if (!element) {
     refuse(op, "dtype: wanted bfloat16, float16 or float32, got ", dtype_name(out_dtype));
   }
 
-  Tensor flat = slots_tensor.is_contiguous() || slots_tensor.dim() <= 1
-                    ? slots_tensor
-                    : torch::stable::contiguous(slots_tensor);
-  const Argument slots(op, "slots", flat);
+  const auto copy = given.dim > 1 ? contiguous_copy(slots_tensor) : std::nullopt;
+  const Argument slots(op, "slots", copy ? TensorRef(*copy) : slots_tensor);
   std::vector<int64_t> shape(slots.sizes, slots.sizes + slots.dim);
   int64_t num_rows = 1;
   for (const int64_t size : shape) num_rows *= size;
@@ -297,11 +293,11 @@ SlotGather check_slot_gather(Format format,
                      .element = *element,
                      .slots = {slots.data, index_of(slots), slot_stride},
                      .num_rows = num_rows},
-          .slots = flat,
+          .slots_copy = copy,
           .out = out};
 }
 
-std::vector<ConvertParams> check_convert(const Tensor& src_tensor, const Tensor& dst_tensor) {
+std::vector<ConvertParams> check_convert(TensorRef src_tensor, TensorRef dst_tensor) {
   constexpr const char* kOp = "convert_kv_cache";
   const auto format_of = [](const Argument& cache) {
     for (const Format format : {Format::kNvfp4, Format::kFp8, Format::kBFloat16}) {
@@ -331,12 +327,12 @@ std::vector<ConvertParams> check_convert(const Tensor& src_tensor, const Tensor&
   return layers;
 }
 
-Decode check_decode(const Tensor& q_tensor,
-                    const Tensor& kv_cache_tensor,
-                    const Tensor& indices_tensor,
+Decode check_decode(TensorRef q_tensor,
+                    TensorRef kv_cache_tensor,
+                    TensorRef indices_tensor,
                     double softmax_scale,
-                    const std::optional<Tensor>& topk_length_tensor,
-                    const std::optional<Tensor>& attn_sink_tensor,
+                    std::optional<TensorRef> topk_length_tensor,
+                    std::optional<TensorRef> attn_sink_tensor,
                     int64_t layer) {
   constexpr const char* kOp = "sparse_mla_decode";
   const Argument kv_cache(kOp, "kv_cache", kv_cache_tensor);
@@ -411,10 +407,10 @@ Decode check_decode(const Tensor& q_tensor,
           .lse = lse};
 }
 
-Merge check_merge(const Tensor& out_a_tensor,
-                  const Tensor& lse_a_tensor,
-                  const Tensor& out_b_tensor,
-                  const Tensor& lse_b_tensor) {
+Merge check_merge(TensorRef out_a_tensor,
+                  TensorRef lse_a_tensor,
+                  TensorRef out_b_tensor,
+                  TensorRef lse_b_tensor) {
   constexpr const char* kOp = "merge_attention_states";
   const Argument out_a(kOp, "out_a", out_a_tensor);
   const Argument lse_a(kOp, "lse_a", lse_a_tensor);
@@ -439,23 +435,26 @@ Merge check_merge(const Tensor& out_a_tensor,
   }
   for (const Argument* t : {&lse_a, &out_b, &lse_b}) t->want_device_of(out_a);
 
-  std::vector<Tensor> inputs;
-  for (const Tensor& t : {out_a_tensor, lse_a_tensor, out_b_tensor, lse_b_tensor}) {
-    inputs.push_back(t.is_contiguous() ? t : torch::stable::contiguous(t));
-  }
+  std::vector<Tensor> copies;
+  const auto data = [&](TensorRef tensor, const Argument& as) {
+    const auto copy = contiguous_copy(tensor);
+    if (!copy) return as.data;
+    copies.push_back(*copy);
+    return copy->data_ptr();
+  };
   int64_t num_rows = 1;
   for (const int64_t size : rows) num_rows *= size;
   Tensor out = empty_contiguous(shape, out_a.dtype, out_a.device_type, out_a.device_index);
   Tensor lse = empty_contiguous(rows, lse_a.dtype, out_a.device_type, out_a.device_index);
-  return {.params = {.out_a = inputs[0].data_ptr(),
-                     .lse_a = static_cast<const float*>(inputs[1].data_ptr()),
-                     .out_b = inputs[2].data_ptr(),
-                     .lse_b = static_cast<const float*>(inputs[3].data_ptr()),
+  return {.params = {.out_a = data(out_a_tensor, out_a),
+                     .lse_a = static_cast<const float*>(data(lse_a_tensor, lse_a)),
+                     .out_b = data(out_b_tensor, out_b),
+                     .lse_b = static_cast<const float*>(data(lse_b_tensor, lse_b)),
                      .element = *element,
                      .num_rows = num_rows,
                      .out = out.data_ptr(),
                      .lse = static_cast<float*>(lse.data_ptr())},
-          .inputs = inputs,
+          .copies = copies,
           .out = out,
           .lse = lse};
 }

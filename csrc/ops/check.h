@@ -29,74 +29,70 @@ constexpr OpNames op_names(Format format) {
 }
 
 WriteParams check_write(Format format,
-                        const Tensor& kv_c,
-                        const Tensor& k_pe,
-                        const Tensor& kv_cache,
-                        const Tensor& slot_mapping,
+                        TensorRef kv_c,
+                        TensorRef k_pe,
+                        TensorRef kv_cache,
+                        TensorRef slot_mapping,
                         int64_t layer);
 
 inline constexpr const char* kFusedWrite = "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla";
-FusedWriteParams check_fused_write(const Tensor& kv_c,
-                                   const Tensor& k_pe,
-                                   const Tensor& norm_weight,
+FusedWriteParams check_fused_write(TensorRef kv_c,
+                                   TensorRef k_pe,
+                                   TensorRef norm_weight,
                                    double eps,
-                                   const Tensor& positions,
-                                   const Tensor& cos_sin_cache,
+                                   TensorRef positions,
+                                   TensorRef cos_sin_cache,
                                    bool is_neox,
-                                   const Tensor& kv_cache,
-                                   const Tensor& slot_mapping,
+                                   TensorRef kv_cache,
+                                   TensorRef slot_mapping,
                                    int64_t layer,
                                    bool round_to_input);
 
 RequestGatherParams check_request_gather(Format format,
-                                         const Tensor& src_cache,
-                                         const Tensor& dst,
-                                         const Tensor& block_table,
-                                         const Tensor& workspace_starts,
+                                         TensorRef src_cache,
+                                         TensorRef dst,
+                                         TensorRef block_table,
+                                         TensorRef workspace_starts,
                                          int64_t batch_size,
-                                         const std::optional<Tensor>& seq_starts,
+                                         std::optional<TensorRef> seq_starts,
                                          int64_t layer);
 
-// Outputs are allocated here. `slots` is replaced by a contiguous copy where its strides are
-// more than one.
+// Outputs are allocated here; so is a contiguous copy of what is read through one stride and has
+// more of them.
 struct SlotGather {
   SlotGatherParams params;
-  Tensor slots;
+  std::optional<Tensor> slots_copy;
   Tensor out;
 };
 SlotGather check_slot_gather(Format format,
-                             const Tensor& kv_cache,
-                             const Tensor& slots,
+                             TensorRef kv_cache,
+                             TensorRef slots,
                              std::optional<torch::headeronly::ScalarType> dtype,
                              int64_t layer);
 
 // One for each layer, in the order of the layers.
-std::vector<ConvertParams> check_convert(const Tensor& src, const Tensor& dst);
+std::vector<ConvertParams> check_convert(TensorRef src, TensorRef dst);
 
 struct Decode {
   DecodeParams params;
   Tensor out;
   Tensor lse;
 };
-Decode check_decode(const Tensor& q,
-                    const Tensor& kv_cache,
-                    const Tensor& indices,
+Decode check_decode(TensorRef q,
+                    TensorRef kv_cache,
+                    TensorRef indices,
                     double softmax_scale,
-                    const std::optional<Tensor>& topk_length,
-                    const std::optional<Tensor>& attn_sink,
+                    std::optional<TensorRef> topk_length,
+                    std::optional<TensorRef> attn_sink,
                     int64_t layer);
 
-// `inputs`: contiguous copies of those that were not contiguous.
 struct Merge {
   MergeParams params;
-  std::vector<Tensor> inputs;
+  std::vector<Tensor> copies;
   Tensor out;
   Tensor lse;
 };
-Merge check_merge(const Tensor& out_a,
-                  const Tensor& lse_a,
-                  const Tensor& out_b,
-                  const Tensor& lse_b);
+Merge check_merge(TensorRef out_a, TensorRef lse_a, TensorRef out_b, TensorRef lse_b);
 
 // Throws unless count <= limit: what a device's kernels can count to.
 void check_limit(const char* op, const char* what, int64_t count, int64_t limit);

@@ -40,25 +40,22 @@ void check_slots(const char* op, const WriteParams& p) {
 }
 
 template <Format kFormat>
-void concat_and_cache(const Tensor& kv_c,
-                      const Tensor& k_pe,
-                      const Tensor& kv_cache,
-                      const Tensor& slot_mapping,
-                      int64_t layer) {
+void concat_and_cache(
+    TensorRef kv_c, TensorRef k_pe, TensorRef kv_cache, TensorRef slot_mapping, int64_t layer) {
   const WriteParams p = check_write(kFormat, kv_c, k_pe, kv_cache, slot_mapping, layer);
   check_slots(op_names(kFormat).write, p);
   for_rows(p.num_tokens, p, &cpu::write);
 }
 
-void fused_concat_and_cache(const Tensor& kv_c,
-                            const Tensor& k_pe,
-                            const Tensor& norm_weight,
+void fused_concat_and_cache(TensorRef kv_c,
+                            TensorRef k_pe,
+                            TensorRef norm_weight,
                             double eps,
-                            const Tensor& positions,
-                            const Tensor& cos_sin_cache,
+                            TensorRef positions,
+                            TensorRef cos_sin_cache,
                             bool is_neox,
-                            const Tensor& kv_cache,
-                            const Tensor& slot_mapping,
+                            TensorRef kv_cache,
+                            TensorRef slot_mapping,
                             int64_t layer,
                             bool round_to_input) {
   const FusedWriteParams p =
@@ -97,12 +94,12 @@ void throw_fault(const RequestGatherParams& p, const cpu::GatherFaultAt& at) {
 }
 
 template <Format kFormat>
-void cp_gather(const Tensor& src_cache,
-               const Tensor& dst,
-               const Tensor& block_table,
-               const Tensor& workspace_starts,
+void cp_gather(TensorRef src_cache,
+               TensorRef dst,
+               TensorRef block_table,
+               TensorRef workspace_starts,
                int64_t batch_size,
-               const std::optional<Tensor>& seq_starts,
+               std::optional<TensorRef> seq_starts,
                int64_t layer) {
   const RequestGatherParams p = check_request_gather(
       kFormat, src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer);
@@ -111,8 +108,8 @@ void cp_gather(const Tensor& src_cache,
 }
 
 template <Format kFormat>
-Tensor gather(const Tensor& kv_cache,
-              const Tensor& slots,
+Tensor gather(TensorRef kv_cache,
+              TensorRef slots,
               std::optional<torch::headeronly::ScalarType> dtype,
               int64_t layer) {
   const SlotGather call = check_slot_gather(kFormat, kv_cache, slots, dtype, layer);
@@ -120,7 +117,7 @@ Tensor gather(const Tensor& kv_cache,
   return call.out;
 }
 
-void convert(const Tensor& src, const Tensor& dst) {
+void convert(TensorRef src, TensorRef dst) {
   for (const ConvertParams& p : check_convert(src, dst)) {
     for_rows<ConvertParams>(p.src.capacity(), p, &cpu::convert);
   }
@@ -133,12 +130,12 @@ Tensor floats(int64_t count) {
 // Rows are taken so many at a time that their parts' results fit this: 64 MB.
 constexpr int64_t kMostPartFloats = int64_t{1} << 24;
 
-std::tuple<Tensor, Tensor> decode(const Tensor& q,
-                                  const Tensor& kv_cache,
-                                  const Tensor& indices,
+std::tuple<Tensor, Tensor> decode(TensorRef q,
+                                  TensorRef kv_cache,
+                                  TensorRef indices,
                                   double softmax_scale,
-                                  const std::optional<Tensor>& topk_length,
-                                  const std::optional<Tensor>& attn_sink,
+                                  std::optional<TensorRef> topk_length,
+                                  std::optional<TensorRef> attn_sink,
                                   int64_t layer) {
   const Decode call =
       check_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, layer);
@@ -170,10 +167,10 @@ std::tuple<Tensor, Tensor> decode(const Tensor& q,
   return {call.out, call.lse};
 }
 
-std::tuple<Tensor, Tensor> merge(const Tensor& out_a,
-                                 const Tensor& lse_a,
-                                 const Tensor& out_b,
-                                 const Tensor& lse_b) {
+std::tuple<Tensor, Tensor> merge(TensorRef out_a,
+                                 TensorRef lse_a,
+                                 TensorRef out_b,
+                                 TensorRef lse_b) {
   const Merge call = check_merge(out_a, lse_a, out_b, lse_b);
   for_rows(call.params.num_rows, call.params, &cpu::merge);
   return {call.out, call.lse};
@@ -203,3 +200,6 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CPU, library) {
   library.impl("sparse_mla_decode", TORCH_BOX(&nvfp4_dsmla::decode));
   library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
 }
+
+#define NVFP4_DSMLA_DEVICE cpu
+#include "ops/entry_points.h"

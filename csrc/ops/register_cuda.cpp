@@ -29,7 +29,7 @@ namespace {
 
 // `enqueue` takes PyTorch's current stream on the device of `on`.
 template <class Enqueue>
-void on_current_stream(const char* op, const Tensor& on, const Enqueue& enqueue) {
+void on_current_stream(const char* op, TensorRef on, const Enqueue& enqueue) {
   const int32_t device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
@@ -49,7 +49,7 @@ void launch(const char* op,
             int64_t rows,
             const PagedCache<Byte>& cache,
             const Params& params,
-            const Tensor& on,
+            TensorRef on,
             int (*enqueue)(const Params&, CUstream_st*)) {
   check_limit(op, "tokens", rows, cuda::kMaxCapacity);
   check_capacity(op, cache);
@@ -58,11 +58,8 @@ void launch(const char* op,
 }
 
 template <Format kFormat>
-void concat_and_cache(const Tensor& kv_c,
-                      const Tensor& k_pe,
-                      const Tensor& kv_cache,
-                      const Tensor& slot_mapping,
-                      int64_t layer) {
+void concat_and_cache(
+    TensorRef kv_c, TensorRef k_pe, TensorRef kv_cache, TensorRef slot_mapping, int64_t layer) {
   const WriteParams p = check_write(kFormat, kv_c, k_pe, kv_cache, slot_mapping, layer);
   launch(op_names(kFormat).write, p.num_tokens, p.cache, p, kv_cache, &cuda::write);
 }
@@ -85,12 +82,12 @@ void fused_concat_and_cache(const Tensor& kv_c,
 }
 
 template <Format kFormat>
-void cp_gather(const Tensor& src_cache,
-               const Tensor& dst,
-               const Tensor& block_table,
-               const Tensor& workspace_starts,
+void cp_gather(TensorRef src_cache,
+               TensorRef dst,
+               TensorRef block_table,
+               TensorRef workspace_starts,
                int64_t batch_size,
-               const std::optional<Tensor>& seq_starts,
+               std::optional<TensorRef> seq_starts,
                int64_t layer) {
   const RequestGatherParams p = check_request_gather(
       kFormat, src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer);
@@ -99,8 +96,8 @@ void cp_gather(const Tensor& src_cache,
 }
 
 template <Format kFormat>
-Tensor gather(const Tensor& kv_cache,
-              const Tensor& slots,
+Tensor gather(TensorRef kv_cache,
+              TensorRef slots,
               std::optional<torch::headeronly::ScalarType> dtype,
               int64_t layer) {
   const SlotGather call = check_slot_gather(kFormat, kv_cache, slots, dtype, layer);
@@ -109,7 +106,7 @@ Tensor gather(const Tensor& kv_cache,
   return call.out;
 }
 
-void convert(const Tensor& src, const Tensor& dst) {
+void convert(TensorRef src, TensorRef dst) {
   constexpr const char* kOp = "convert_kv_cache";
   for (const ConvertParams& p : check_convert(src, dst)) {
     check_capacity(kOp, p.src);
@@ -118,12 +115,12 @@ void convert(const Tensor& src, const Tensor& dst) {
   }
 }
 
-std::tuple<Tensor, Tensor> decode(const Tensor& q,
-                                  const Tensor& kv_cache,
-                                  const Tensor& indices,
+std::tuple<Tensor, Tensor> decode(TensorRef q,
+                                  TensorRef kv_cache,
+                                  TensorRef indices,
                                   double softmax_scale,
-                                  const std::optional<Tensor>& topk_length,
-                                  const std::optional<Tensor>& attn_sink,
+                                  std::optional<TensorRef> topk_length,
+                                  std::optional<TensorRef> attn_sink,
                                   int64_t layer) {
   constexpr const char* kOp = "sparse_mla_decode";
   const Decode call =
@@ -144,10 +141,10 @@ std::tuple<Tensor, Tensor> decode(const Tensor& q,
   return {call.out, call.lse};
 }
 
-std::tuple<Tensor, Tensor> merge(const Tensor& out_a,
-                                 const Tensor& lse_a,
-                                 const Tensor& out_b,
-                                 const Tensor& lse_b) {
+std::tuple<Tensor, Tensor> merge(TensorRef out_a,
+                                 TensorRef lse_a,
+                                 TensorRef out_b,
+                                 TensorRef lse_b) {
   constexpr const char* kOp = "merge_attention_states";
   const Merge call = check_merge(out_a, lse_a, out_b, lse_b);
   check_limit(kOp, "rows", call.params.num_rows, cuda::kMaxCapacity);
@@ -181,3 +178,7 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CUDA, library) {
   library.impl("sparse_mla_decode", TORCH_BOX(&nvfp4_dsmla::decode));
   library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
 }
+
+#define NVFP4_DSMLA_NO_FUSED_WRITE  // not on CUDA yet
+#define NVFP4_DSMLA_DEVICE cuda
+#include "ops/entry_points.h"

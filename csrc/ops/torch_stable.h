@@ -17,9 +17,26 @@ namespace nvfp4_dsmla {
 
 using torch::stable::Tensor;
 
+// A tensor argument: the caller's handle, which it keeps for the length of the call. A Tensor would
+// be a handle of its own, 30 ns more (2.13).
+class TensorRef {
+ public:
+  TensorRef(AtenTensorHandle handle) : handle_(handle) {}     // NOLINT: both are what it stands for
+  TensorRef(const Tensor& tensor) : handle_(tensor.get()) {}  // NOLINT
+  AtenTensorHandle get() const { return handle_; }
+  int32_t get_device_index() const {
+    int32_t index = -1;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle_, &index));
+    return index;
+  }
+
+ private:
+  AtenTensorHandle handle_;
+};
+
 // What a check reads of a tensor, read once. Sizes and strides belong to the tensor.
 struct TensorView {
-  explicit TensorView(const Tensor& tensor) {
+  explicit TensorView(TensorRef tensor) {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
@@ -69,4 +86,31 @@ inline std::optional<int32_t> dtype_of(
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(*scalar_type));
 }
 
+// Of a tensor that is not contiguous.
+inline std::optional<Tensor> contiguous_copy(TensorRef tensor) {
+  bool is_contiguous = false;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &is_contiguous));
+  if (is_contiguous) return std::nullopt;
+  AtenTensorHandle same = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &same));
+  return torch::stable::contiguous(Tensor(same));
+}
+
+inline std::optional<torch::headeronly::ScalarType> scalar_type_of(const int32_t* dtype) {
+  if (dtype == nullptr) return std::nullopt;
+  return torch::stable::detail::to<torch::headeronly::ScalarType>(
+      torch::stable::detail::from(*dtype));
+}
+
 }  // namespace nvfp4_dsmla
+
+// So that TORCH_BOX, which gets handles it has to free, keeps a Tensor until the function returns,
+// as it keeps a string for a string_view (2.10 .. 2.14).
+template <>
+struct torch::stable::detail::UnboxType<nvfp4_dsmla::TensorRef> {
+  using type = torch::stable::Tensor;
+};
+template <>
+struct torch::stable::detail::UnboxType<std::optional<nvfp4_dsmla::TensorRef>> {
+  using type = std::optional<torch::stable::Tensor>;
+};

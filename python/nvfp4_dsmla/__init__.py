@@ -17,7 +17,7 @@ from nvfp4_dsmla._load import loaded_libraries
 
 _load_libraries()
 
-from nvfp4_dsmla import _C, layout, reference, reference_formats, reference_fused
+from nvfp4_dsmla import _C, aoti, layout, reference, reference_formats, reference_fused
 from nvfp4_dsmla import _fake as _fake
 from nvfp4_dsmla.cache import allocate_kv_cache, slot_mapping_from_block_table
 from nvfp4_dsmla.format_ops import (
@@ -64,6 +64,7 @@ __all__ = [
     "KVQuantMode",
     "__version__",
     "allocate_kv_cache",
+    "aoti",
     "canonicalize_kv_cache_dtype",
     "concat_and_cache_bfloat16",
     "concat_and_cache_fp8_ds_mla",
