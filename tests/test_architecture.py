@@ -55,6 +55,7 @@ ROOMS = (
         "ops",
         (
             STD,
+            r"<dlfcn\.h>",
             r"<torch/csrc/stable/[\w/]+\.h>",
             r"<torch/headeronly/[\w/]+\.h>",
             r'"format/(\w*record|paged_cache)\.h"',

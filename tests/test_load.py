@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -116,8 +117,12 @@ def test_needed_libraries(library: Path) -> None:
     assert dynamic.search_paths == set()
 
 
-def test_nothing_of_ours_is_exported(library: Path) -> None:
-    assert [name for name in read_dynamic(library).defined if "nvfp4_dsmla" in name] == []
+def test_the_c_entry_points_alone_are_exported(library: Path) -> None:
+    defined = read_dynamic(library).defined
+    ours = {name for name in defined if "nvfp4_dsmla" in name or not name.startswith("_")}
+    device_type = "cuda" if library.name == CUDA_LIBRARY else "cpu"
+    names = [name for name in torch._C._dispatch_get_all_op_names() if "nvfp4_dsmla::" in name]
+    assert ours == {f"aoti_torch_{device_type}_{name.partition('::')[2]}" for name in names}
 
 
 def run_python(code: str, *first_on_path: Path) -> subprocess.CompletedProcess[str]:
@@ -159,7 +164,7 @@ def test_a_second_copy_is_refused(copied_package: Path) -> None:
     )
     assert last_line(done) == (
         f"RuntimeError: nvfp4_dsmla: the ops are registered already, by {other}; loading "
-        f"{copied_package / 'nvfp4_dsmla' / CPU_LIBRARY} as well would crash the process. Keep one "
+        f"{copied_package / 'nvfp4_dsmla' / CPU_LIBRARY} as well would end the process. Keep one "
         f"copy of the library: uninstall the other package, or load no copy of your own before the "
         f"import."
     )
@@ -172,6 +177,17 @@ def test_a_second_copy_of_another_name_is_refused(copied_package: Path) -> None:
     )
     assert last_line(done).startswith(
         "RuntimeError: nvfp4_dsmla: the ops are registered already, by a library of another name; "
+    )
+
+
+def test_a_copy_loaded_after_the_package_ends_the_process_with_a_sentence(tmp_path: Path) -> None:
+    other = shutil.copy(BUILT / CPU_LIBRARY, tmp_path / "libother.so")
+    code = f"import nvfp4_dsmla, torch; torch.ops.load_library({str(other)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGABRT
+    assert last_line(done) == (
+        "nvfp4_dsmla: the ops are registered already, by another copy of the library; "
+        f"{other} cannot be loaded as well. Keep one copy."
     )
 
 

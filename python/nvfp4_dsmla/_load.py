@@ -6,6 +6,7 @@ this file.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -66,15 +67,15 @@ def _load_library(path: Path) -> None:
             f"_C, and is not there. {_REBUILD}"
         )
     mapped = _mapped_copies(path.name)
-    if path in mapped:  # by a reload of this package, or by a program that loads it first
-        _loaded.append(path)
-        return
-    # A second copy would register its schemas again, and torch ends the process for that.
-    if mapped or (path.name == _LIBRARY and hasattr(torch.ops.nvfp4_dsmla, _AN_OP)):
+    # A second copy would register the ops again, and end the process for that. The same copy may be
+    # there by a reload of this package, or by a program that loads it first.
+    if path not in mapped and (
+        mapped or (path.name == _LIBRARY and hasattr(torch.ops.nvfp4_dsmla, _AN_OP))
+    ):
         raise RuntimeError(
             f"nvfp4_dsmla: the ops are registered already, by "
             f"{', '.join(map(str, mapped)) or 'a library of another name'}; loading {path} as well "
-            f"would crash the process. Keep one copy of the library: uninstall the other package, "
+            f"would end the process. Keep one copy of the library: uninstall the other package, "
             f"or load no copy of your own before the import."
         )
     try:
@@ -84,6 +85,8 @@ def _load_library(path: Path) -> None:
             f"nvfp4_dsmla: {path} is there but cannot be loaded into torch {torch.__version__} "
             f"(2.10 or newer is needed): {error}. {_REBUILD}"
         ) from error
+    # By their names, as code that AOTInductor made looks for them; torch loads them without.
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     _loaded.append(path)
 
 
