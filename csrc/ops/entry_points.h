@@ -90,7 +90,6 @@ NVFP4_DSMLA_ENTRY(concat_and_cache_bfloat16)(Handle kv_c,
                                                     slot_mapping, layer);
 }
 
-#ifndef NVFP4_DSMLA_NO_FUSED_WRITE
 NVFP4_DSMLA_ENTRY(fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla)(Handle kv_c,
                                                                     Handle k_pe,
                                                                     Handle norm_weight,
@@ -107,8 +106,6 @@ NVFP4_DSMLA_ENTRY(fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla)(Handle kv_c,
                                        cos_sin_cache, is_neox, kv_cache, slot_mapping, layer,
                                        round_to_input);
 }
-#endif
-
 NVFP4_DSMLA_ENTRY(cp_gather_and_upconvert_nvfp4_kv_cache)(Handle src_cache,
                                                           Handle dst,
                                                           Handle block_table,

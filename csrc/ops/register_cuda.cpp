@@ -64,15 +64,15 @@ void concat_and_cache(
   launch(op_names(kFormat).write, p.num_tokens, p.cache, p, kv_cache, &cuda::write);
 }
 
-void fused_concat_and_cache(const Tensor& kv_c,
-                            const Tensor& k_pe,
-                            const Tensor& norm_weight,
+void fused_concat_and_cache(TensorRef kv_c,
+                            TensorRef k_pe,
+                            TensorRef norm_weight,
                             double eps,
-                            const Tensor& positions,
-                            const Tensor& cos_sin_cache,
+                            TensorRef positions,
+                            TensorRef cos_sin_cache,
                             bool is_neox,
-                            const Tensor& kv_cache,
-                            const Tensor& slot_mapping,
+                            TensorRef kv_cache,
+                            TensorRef slot_mapping,
                             int64_t layer,
                             bool round_to_input) {
   const FusedWriteParams p =
@@ -179,6 +179,5 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CUDA, library) {
   library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
 }
 
-#define NVFP4_DSMLA_NO_FUSED_WRITE  // not on CUDA yet
 #define NVFP4_DSMLA_DEVICE cuda
 #include "ops/entry_points.h"
