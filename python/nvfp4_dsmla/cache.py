@@ -70,17 +70,15 @@ def slot_mapping_from_block_table(
     _check_at_least("block_size", block_size, 1)
     _check_table_and_positions(block_table, positions)
     position = positions.long()
-    max_blocks = block_table.shape[1]
-    if max_blocks == 0:
-        return torch.full_like(position, -1)
+    # A last column of no block, for positions that have none: the table may have no other.
+    table = torch.nn.functional.pad(block_table, (0, 1), value=-1)
     column = position.div(block_size, rounding_mode="floor")
-    in_table = (position >= 0) & (column < max_blocks)
+    column = torch.where(column < 0, block_table.shape[1], column.clamp(max=block_table.shape[1]))
     request = torch.arange(position.shape[0], device=position.device)
     if position.dim() == 2:
         request = request[:, None]
-    block = block_table[request, column.clamp(0, max_blocks - 1)].long()
-    slot = block * block_size + position.remainder(block_size)
-    return torch.where(in_table & (block >= 0), slot, -1)
+    block = table[request, column].long()
+    return torch.where(block >= 0, block * block_size + position.remainder(block_size), -1)
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:
@@ -96,7 +94,9 @@ def _check_table_and_positions(block_table: Tensor, positions: Tensor) -> None:
         raise ValueError(f"block_table must be [B, max_blocks], got {block_table.dim()} dimensions")
     if positions.dim() not in (1, 2):
         raise ValueError(f"positions must be [B] or [B, S], got {positions.dim()} dimensions")
-    if block_table.shape[0] < positions.shape[0]:
+    if torch.compiler.is_compiling():  # where a traced size is unknown, this is checked at run time
+        torch._check(block_table.shape[0] >= positions.shape[0])
+    elif block_table.shape[0] < positions.shape[0]:
         raise ValueError(
             f"block_table must have a row for each request of positions, {positions.shape[0]}, "
             f"got {block_table.shape[0]}"
