@@ -20,6 +20,7 @@ _load_libraries()
 from nvfp4_dsmla import _C, aoti, layout, reference, reference_formats, reference_fused
 from nvfp4_dsmla import _fake as _fake
 from nvfp4_dsmla.cache import allocate_kv_cache, slot_mapping_from_block_table
+from nvfp4_dsmla.compile import mark_static_pools, mark_varying_sizes
 from nvfp4_dsmla.format_ops import (
     concat_and_cache_bfloat16,
     concat_and_cache_fp8_ds_mla,
@@ -83,6 +84,8 @@ __all__ = [
     "is_quantized_kv_cache",
     "layout",
     "loaded_libraries",
+    "mark_static_pools",
+    "mark_varying_sizes",
     "merge_attention_states",
     "reference",
     "reference_formats",
