@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -71,3 +72,51 @@ class Pages:
             seq_lens[row] = request.cached
         step = Step(tokens, positions, slots, block_table, seq_lens)
         return Step(*(tensor.to(device) for tensor in step))
+
+
+class Traffic:
+    """Requests that arrive at random, grow, and leave: no two batches are alike.
+
+    Their tokens are random too: what a step computes does not choose the next one. A request brings
+    up to `context` tokens along that the cache is to have already, whatever lies in its blocks.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        *,
+        batch: int,
+        max_blocks: int,
+        vocab: int,
+        context: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.pages = pages
+        self.batch = batch
+        self.max_blocks = max_blocks
+        self.vocab = vocab
+        self.context = context
+        self.random = random.Random(seed)
+        self.requests: list[Request] = []
+
+    def next_step(self, *, new_tokens: int = 1, device: torch.device | str = "cpu") -> Step:
+        """The next step, of up to `new_tokens` tokens of each request."""
+        longest = self.max_blocks * self.pages.block_size
+        for request in list(self.requests):
+            if len(request.tokens) + new_tokens > longest or self.random.random() < 0.02:
+                self.pages.release(request)
+                self.requests.remove(request)
+        for _ in range(self.batch - len(self.requests)):
+            if not self.requests or self.random.random() < 0.7:
+                cached = self.random.randint(0, self.context)
+                self.requests.append(Request([0] * cached, cached))
+        for request in self.requests:
+            count = self.random.randint(1, new_tokens)
+            request.tokens += self.random.choices(range(self.vocab), k=count)
+        return self.pages.next_step(
+            self.requests[: self.batch],
+            batch=self.batch,
+            new_tokens=new_tokens,
+            max_blocks=self.max_blocks,
+            device=device,
+        )

@@ -120,7 +120,7 @@ class BFloat16Cache(LatentCache):
 
 
 class IndexKeys(torch.nn.Module):
-    """The indexer's own keys, bf16 [num_layers, num_blocks + 1, block_size, index_head_dim].
+    """The indexer's own keys, [num_layers, num_blocks + 1, block_size, index_head_dim].
 
     The last block is no request's: what has no slot is written there.
     """
@@ -134,20 +134,21 @@ class IndexKeys(torch.nn.Module):
         num_blocks: int,
         block_size: int,
         index_head_dim: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         shape = (num_layers, num_blocks + 1, block_size, index_head_dim)
-        self.register_buffer("pool", torch.zeros(shape, dtype=torch.bfloat16, device=device))
+        self.register_buffer("pool", torch.zeros(shape, dtype=dtype, device=device))
 
     def write(self, keys: Tensor, slots: Tensor, layer: int) -> None:
         """Stores keys [T, index_head_dim] at slots [T] of a layer."""
         _, num_blocks, block_size, _ = self.pool.shape
         slot = torch.where(slots < 0, (num_blocks - 1) * block_size, slots)
         place = (torch.full_like(slot, layer), slot // block_size, slot % block_size)
-        self.pool.index_put_(place, keys.to(self.pool.dtype))
+        self.pool.index_put_(place, keys)
 
-    def gather(self, block_table: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
-        """The keys of each request's blocks, dtype [B, max_blocks * block_size, index_head_dim]."""
+    def gather(self, block_table: Tensor, layer: int) -> Tensor:
+        """The keys of each request's blocks, [B, max_blocks * block_size, index_head_dim]."""
         blocks = torch.where(block_table < 0, self.pool.shape[1] - 1, block_table)
-        return self.pool[layer, blocks].flatten(1, 2).to(dtype)
+        return self.pool[layer, blocks].flatten(1, 2)

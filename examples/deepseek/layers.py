@@ -27,6 +27,20 @@ class Step(NamedTuple):
     block_table: Tensor  # int32 [B, max_blocks]
     seq_lens: Tensor  # int32 [B]: tokens of each request, those of this step included
 
+    def mark_varying(self) -> None:
+        """Says to torch.compile, before its first call, which sizes other steps have otherwise.
+
+        One token a request is a size of its own to it: for a step of one, S does not vary.
+        """
+        sizes = {
+            "batch": [(tensor, 0) for tensor in self],
+            "max_blocks": [(self.block_table, 1)],
+        }
+        if self.tokens.shape[1] > 1:
+            by_token = (self.tokens, self.positions, self.slot_mapping)
+            sizes["new_tokens"] = [(tensor, 1) for tensor in by_token]
+        nvfp4_dsmla.mark_varying_sizes(**sizes)
+
 
 class RMSNorm(nn.Module):
     """x over its root mean square, in fp32, times a weight."""
@@ -90,7 +104,7 @@ class Indexer(nn.Module):
         k = torch.cat([rotate(k_pe, cos_sin), k_rest], dim=-1)
         keys.write(k.flatten(0, 1), step.slot_mapping.flatten(), self.layer)
 
-        context = keys.gather(step.block_table, self.layer, x.dtype)
+        context = keys.gather(step.block_table, self.layer)
         agreement = torch.einsum("bshd,btd->bsht", q, context).relu()
         scores = (agreement.float() * self.head_weights(x).float()[..., None]).sum(dim=2)
         visible = torch.minimum(step.positions + 1, step.seq_lens[:, None]).clamp(min=0)

@@ -44,7 +44,11 @@ class Decoder(nn.Module):
         pages = {"num_layers": config.num_layers, "num_blocks": num_blocks}
         self.cache = cache(**pages, block_size=block_size, device=device)
         self.keys = IndexKeys(
-            **pages, block_size=block_size, index_head_dim=config.index_head_dim, device=device
+            **pages,
+            block_size=block_size,
+            index_head_dim=config.index_head_dim,
+            dtype=dtype,
+            device=device,
         )
         generator = torch.Generator(device).manual_seed(seed)
         for weight in self.parameters():
