@@ -13,6 +13,7 @@ from rich.console import Console
 from benchmarks import cache as cache_benchmark
 from benchmarks import cpu as cpu_benchmark
 from benchmarks import decode as decode_benchmark
+from benchmarks import fused as fused_benchmark
 from benchmarks import host as host_benchmark
 from benchmarks.plot import draw
 from benchmarks.report import Report, Result, progress_line
@@ -40,6 +41,18 @@ def cache(
     """Time the write and the gathers over sizes, layouts and dtypes."""
     on = _device(device)
     _measure([lambda: cache_benchmark.run(on, quick=quick)], json, plot, out)
+
+
+def fused(
+    device: Device = "",
+    quick: Quick = False,
+    json: Json = None,
+    plot: Plot = None,
+    out: Out = None,
+) -> None:
+    """Time the fused write over sizes, against the write alone and the unfused chain."""
+    on = _device(device)
+    _measure([lambda: fused_benchmark.run(on, quick=quick)], json, plot, out)
 
 
 def decode(
@@ -78,11 +91,12 @@ def run_all(
     plot: Plot = None,
     out: Out = None,
 ) -> None:
-    """Do all four."""
+    """Do all of them."""
     on = _device(device)
     _measure(
         [
             lambda: cache_benchmark.run(on, quick=quick),
+            lambda: fused_benchmark.run(on, quick=quick),
             lambda: decode_benchmark.run(on, quick=quick),
             lambda: host_benchmark.run(on, quick=quick),
             lambda: cpu_benchmark.run(quick=quick),
@@ -132,7 +146,7 @@ def _print_tables(report: Report) -> None:
         console.print(table)
 
 
-for command in (cache, decode, host, cpu, show):
+for command in (cache, fused, decode, host, cpu, show):
     app.command()(command)
 app.command("all")(run_all)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvfp4_dsmla import concat_and_cache_mla, get_kv_cache_spec
-from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
+from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES, ROPE_DIM
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,8 @@ TOPK = 2048
 class Case:
     """One operation at one size.
 
-    op: "write", or "gather": by request where there are requests, by slot where there are none.
+    op: "write", "fused write", or "gather": by request where there are requests, by slot where
+        there are none.
     layout: "contiguous", blocks in order; "shuffled", blocks in random order; "layer view", one
         layer of a pool whose layers are interleaved block by block, blocks in order.
     format: of the cache, "nvfp4_ds_mla" or "fp8_ds_mla".
@@ -52,16 +53,18 @@ class Case:
     @property
     def bytes(self) -> int:
         """The least that has to be read and written: vectors, records, and slots where used."""
-        slots = 0 if self.requests else SLOT_BYTES
+        index = 0 if self.requests else SLOT_BYTES
+        if self.op == "fused write":  # positions, too, and a row of cosines and sines for each
+            index += SLOT_BYTES + ROPE_DIM * self.torch_dtype.itemsize
         spec = get_kv_cache_spec(kv_cache_dtype=self.format, block_size=self.block_size)
         record = spec.state_content_bytes
-        return self.tokens * (HEAD_DIM * self.torch_dtype.itemsize + record + slots)
+        return self.tokens * (HEAD_DIM * self.torch_dtype.itemsize + record + index)
 
     @property
     def name(self) -> str:
         """The operation in words."""
         what = f"gather, {self.requests} requests" if self.requests else "gather, by slot"
-        what = "write" if self.op == "write" else what
+        what = what if self.op == "gather" else self.op
         return what if self.format == "nvfp4_ds_mla" else f"{what}, {self.format}"
 
 

@@ -27,8 +27,11 @@ COMPILED = "reference, compiled"
 EAGER = "reference, eager"
 UNPACKED = "unpacked cache"  # index_copy_ and index_select of whole elements, by slot
 SDPA = "gather + SDPA"
+WRITE_ALONE = "write alone"
+UNFUSED_COMPILED = "unfused, compiled"
+UNFUSED_EAGER = "unfused, eager"
 
-BASELINES = (COMPILED, EAGER, UNPACKED)
+BASELINES = (COMPILED, EAGER, UNPACKED, WRITE_ALONE, UNFUSED_COMPILED, UNFUSED_EAGER)
 
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {

@@ -14,7 +14,7 @@ import torch
 import nvfp4_dsmla
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `pytest` alone doesn't put the checkout there
-from benchmarks import cpu, decode, subjects
+from benchmarks import cpu, decode, fused, subjects
 from benchmarks.cases import Case, DecodeCase, buffer_sets, decode_cases, device_cases
 from benchmarks.comparison import Comparison, DecodeComparison, HostCost
 from benchmarks.report import Report, progress_line
@@ -86,6 +86,7 @@ def test_a_padded_decode_reads_less() -> None:
     [
         (Case("write", 7), 1152 + 352 + 8),
         (Case("write", 7, dtype="float32"), 2304 + 352 + 8),
+        (Case("fused write", 7), 1152 + 352 + 8 + 8 + 128),
         (Case("gather", 7, requests=16), 1152 + 352),
         (Case("gather", 7), 1152 + 352 + 8),
     ],
@@ -214,6 +215,24 @@ def test_a_wrong_op_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         subjects.check(case, buffers)
 
 
+def test_the_unfused_chain_writes_what_the_fused_op_writes() -> None:
+    """But where another order of the norm's sum rounds a latent to its neighbour."""
+    (inputs,) = fused.input_sets(Case("fused write", 100), CPU, 1)
+    fused.check(inputs)
+    ours = inputs.write.cache.clone()
+    fused.unfused(inputs)
+    assert (inputs.write.cache != ours).float().mean() < 0.001
+    fused.write_alone(inputs)
+    assert (inputs.write.cache != ours).float().mean() > 0.5
+
+
+def test_a_wrong_fused_op_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (inputs,) = fused.input_sets(Case("fused write", 3), CPU, 1)
+    monkeypatch.setattr(fused, "ours", lambda _: None)
+    with pytest.raises(AssertionError, match="differ"):
+        fused.check(inputs)
+
+
 @pytest.fixture(scope="module")
 def measured() -> Report:
     report = Report()
@@ -223,6 +242,8 @@ def measured() -> Report:
         Case("gather", 3, "shuffled"),
     ):
         report.add(cpu.measure(case, "cpu", with_reference=False, seconds=0.0))
+    fused_case = Case("fused write", 3)
+    report.add(fused.measure_on_cpu(fused_case, fused.unfused, seconds=0.0))
     for decode_case in decode.CPU_CASES:
         report.add(decode.measure_on_cpu(decode_case, seconds=0.0))
     report.add(HOST_COST)
@@ -235,8 +256,14 @@ def test_the_file_has_what_it_is_to_have(measured: Report, tmp_path: Path) -> No
     data = json.loads(path.read_text(encoding="utf-8"))
     assert set(data) == {"machine", "comparisons", "decodes", "host_costs"}
     assert {"date", "commit", "torch", "python", "cpu", "cpu_threads"} <= set(data["machine"])
-    assert len(data["comparisons"]) == 3
-    for c in data["comparisons"]:
+    *cpu_comparisons, of_fused = data["comparisons"]
+    assert len(cpu_comparisons) == 3
+    assert of_fused["times_faster_than"].keys() == {
+        subjects.WRITE_ALONE,
+        subjects.UNFUSED_COMPILED,
+        subjects.UNFUSED_EAGER,
+    }
+    for c in cpu_comparisons:
         copy, ours = (c["timings"][name]["us"] for name in (subjects.COPY, subjects.OURS))
         assert c["percent_of_copy"] == pytest.approx(100 * copy / ours)
         assert c["gb_per_s"] == pytest.approx(c["bytes"] / ours / 1e3)
@@ -288,6 +315,6 @@ def test_the_command_line_prints_a_saved_report(measured: Report, tmp_path: Path
     assert result.exit_code == 0, result.output
     assert "gather, 16 requests" in result.output
     assert picture.is_file()
-    for command in ("cache", "decode", "host", "cpu", "all"):
+    for command in ("cache", "fused", "decode", "host", "cpu", "all"):
         help_of = testing.CliRunner().invoke(app, [command, "--help"])
         assert help_of.exit_code == 0, help_of.output

@@ -38,16 +38,13 @@ NVFP4_DSMLA_INLINE void normalise_row(const In* __restrict kv_c,
   for (int e = 0; e < kNopeDim; ++e) out[e] = round_to<Out>(normalise(x[e], inverse, weight[e]));
 }
 
-template <class In, class Out>
+// Pair i is the elements `i * kStep` and `kApart` after it.
+template <int kStep, int kApart, class In, class Out>
 NVFP4_DSMLA_INLINE void rotate_row(const In* __restrict k_pe,
                                    const float (&cos_sin)[kRopeDim],
-                                   bool is_neox,
                                    Out* __restrict out) {
-  // Pair i is the elements `i * step` and `apart` after it.
-  const int step = is_neox ? 1 : 2;
-  const int apart = is_neox ? kRopePairs : 1;
   for (int i = 0; i < kRopePairs; ++i) {
-    const int first = i * step, second = first + apart;
+    const int first = i * kStep, second = first + kApart;
     const RopePair turned =
         rotate({widen(k_pe[first]), widen(k_pe[second])}, cos_sin[i], cos_sin[kRopePairs + i]);
     out[first] = round_to<Out>(turned.first);
@@ -73,7 +70,12 @@ NVFP4_DSMLA_INLINE void write_tokens(const FusedWriteParams& p, int64_t begin, i
     widen_row<In>(p.cos_sin, p.cos_sin_element, p.positions[t], p.cos_sin_stride, cos_sin);
     Stored kv_c[kNopeDim], k_pe[kRopeDim];
     normalise_row(static_cast<const In*>(w.kv_c) + t * w.kv_c_stride, weight, p.eps, kv_c);
-    rotate_row(static_cast<const In*>(w.k_pe) + t * w.k_pe_stride, cos_sin, p.is_neox, k_pe);
+    const In* key = static_cast<const In*>(w.k_pe) + t * w.k_pe_stride;
+    if (p.is_neox) {
+      rotate_row<1, kRopePairs>(key, cos_sin, k_pe);
+    } else {
+      rotate_row<2, 1>(key, cos_sin, k_pe);
+    }
     Nvfp4Codec::encode(kv_c, k_pe, w.cache.record(slot));
   }
 }
