@@ -136,8 +136,8 @@ def fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(
             a mix.
         layer: the layer of a pool; 0 for a cache of one layer.
         round_to_input: False leaves out the two roundings to the input's dtype: what is quantised
-            is fp32. Less is lost, but the cache has not what an unfused chain writes, and prefill
-            over a latent that was normalised for it attends to other numbers than decode does.
+            is fp32. The error stays what it was (docs/kernels.md has it measured), and the records
+            are no longer those of an unfused chain.
 
     A latent with a NaN or an infinity in it, or whose squares do not fit fp32, is what the formula
     makes of it: all NaN, or zeros and NaN. A NaN in the latent is written as the record's largest
