@@ -15,7 +15,16 @@ import torch
 
 import nvfp4_dsmla
 from benchmarks.comparison import MATRIX_TFLOPS, Comparison, DecodeComparison, HostCost
-from benchmarks.subjects import BASELINES, COMPILED, COPY, EMPTY, OURS, PLAIN_CALL, SDPA
+from benchmarks.subjects import (
+    BASELINES,
+    COMPILED,
+    COPY,
+    EMPTY,
+    OURS,
+    PLAIN_CALL,
+    SDPA,
+    WRITE_ALONE,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -129,7 +138,9 @@ def progress_line(result: Result) -> str:
     share = result.percent_of_copy
     percent = "" if share is None else f" = {share:.0f}% of the copy"
     us = result.timings[OURS].us
-    return f"{case.name}, {case.tokens} tokens, {where}{threads}: {us:.2f} us{percent}"
+    alone = result.timings.get(WRITE_ALONE)
+    times = "" if alone is None else f" = {us / alone.us:.2f} times the {WRITE_ALONE}"
+    return f"{case.name}, {case.tokens} tokens, {where}{threads}: {us:.2f} us{times}{percent}"
 
 
 def _decode_line(c: DecodeComparison) -> str:

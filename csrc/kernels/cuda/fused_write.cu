@@ -164,7 +164,7 @@ __global__ void fused_write_kernel(const __grid_constant__ FusedTokens t) {
     if (!__any_sync(kFullWarp, t.cache.holds(slot) && t.holds_position(position))) continue;
     Angle angle;
     angle.load<kWide>(t, position);
-    __syncwarp();
+    __syncwarp();  // likewise
 
     weights.widen();
     float y[kNopePerLane];
@@ -201,8 +201,8 @@ int launch(const FusedWriteParams& p, CUstream_st* stream) {
   const uint32_t per_block = kWarpsPerBlock * (tokens.count < kManyTokens ? 1 : kTokensPerWarp);
   const uint32_t blocks = (tokens.count + per_block - 1) / per_block;
   const bool wide = can_go_wide<Nvfp4Codec>(tokens, p.write.cache, sizeof(In)) &&
-                    aligned(p.norm_weight, 16) && fits_narrow(tokens.cos_sin_stride) &&
-                    p.max_positions <= UINT32_MAX;
+                    aligned(p.norm_weight, 16) && fits_narrow(tokens.positions.stride) &&
+                    fits_narrow(tokens.cos_sin_stride) && p.max_positions <= UINT32_MAX;
   if (wide) {
     fused_write_kernel<In, Stored, true><<<blocks, warps(kWarpsPerBlock), 0, stream>>>(tokens);
   } else {

@@ -72,7 +72,8 @@ bool can_go_wide(const Tokens& t, const PagedCache<uint8_t>& cache, int64_t elem
   const int64_t rope_bytes = kRopePerLane * element_bytes;
   return aligned(t.kv_c, 16) && t.kv_c_stride % 16 == 0 && fits_narrow(t.kv_c_stride) &&
          aligned(t.k_pe, rope_bytes) && t.k_pe_stride % rope_bytes == 0 &&
-         fits_narrow(t.k_pe_stride) && records_aligned(cache, Codec::kStoreBytes);
+         fits_narrow(t.k_pe_stride) && fits_narrow(t.slots.stride) &&
+         records_aligned(cache, Codec::kStoreBytes);
 }
 
 // At every size from 1 to 262,144 tokens as good as 1, 2, 8 or 16, or better (docs/kernels.md).
