@@ -1,0 +1,1 @@
+"""A decode step exported, packaged by AOTInductor and run in C++, without Python."""
