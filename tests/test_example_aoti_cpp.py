@@ -122,7 +122,8 @@ def test_the_package_is_as_close_to_fp32_as_eager_code(
         Decoder(CONFIG, NvFp4Cache, num_blocks=2, block_size=16, dtype=torch.float32, device=device)
     )
     wide.load_state_dict(eager.state_dict())
-    caches = [run.caches(device) for _ in range(3)]
+    latents, keys = run.caches(device)
+    caches = [run.caches(device), run.caches(device), (latents, keys.float())]
     tokens = [[request] for request in range(run.requests)]
     models: list[Callable[..., Tensor]] = [package, eager, wide]
     logits: list[list[Tensor]] = [[], [], []]
