@@ -28,49 +28,76 @@ struct DecodePlan {
 };
 
 inline constexpr int kMaxSplits = 64;
-
-// The split count of the least cost, in units of one tile of tokens on one thread block. Blocks
-// never outnumber the slots by more than four, which also bounds the partial results: 67 MB on an
-// H200.
-inline int choose_splits(int64_t blocks, int64_t tiles, int64_t slots) {
-  constexpr int64_t kStart = 3;    // loading q and filling the pipeline
-  constexpr int64_t kCombine = 6;  // the second kernel, and the partial results it reads
-  constexpr int64_t kBlocksPerSlot = 4;
-  const int64_t most =
-      std::min({tiles, int64_t{kMaxSplits}, kBlocksPerSlot * slots / std::max<int64_t>(blocks, 1)});
-  int64_t best = 1, best_cost = INT64_MAX;
-  for (int64_t splits = 1; splits <= std::max<int64_t>(most, 1); ++splits) {
-    const int64_t waves = (blocks * splits + slots - 1) / slots;
-    const int64_t per_block = (tiles + splits - 1) / splits;
-    const int64_t cost = waves * (per_block + kStart) + (splits > 1 ? kCombine + splits / 16 : 0);
-    if (cost < best_cost) {
-      best = splits;
-      best_cost = cost;
-    }
-  }
-  return static_cast<int>(best);
-}
-
 inline constexpr int kMmaTokens = 32;  // tokens of a tile
 inline constexpr int kWgmmaTokens = 64;
+
+// What a thread block takes on an H200, in tenths of a microsecond: fits to its times over 1 to 64
+// rows (docs/decode.md). Elsewhere the ratios matter, and those are alike.
+struct DecodePace {
+  int head_tile;
+  int tokens;        // of a tile
+  int tiles;         // at a time: wgmma's 16 and 32 heads have two warpgroups that expand
+  int blocks;        // that share an SM
+  int64_t per_time;  // for so many tiles
+  int64_t start;     // loading q, filling the pipeline, writing the result
+};
+inline constexpr DecodePace kMmaPaces[] = {{16, kMmaTokens, 1, 2, 23, 50},
+                                           {32, kMmaTokens, 1, 1, 18, 50}};
+inline constexpr DecodePace kWgmmaPaces[] = {{16, kWgmmaTokens, 2, 1, 30, 50},
+                                             {32, kWgmmaTokens, 2, 1, 34, 50},
+                                             {64, kWgmmaTokens, 1, 1, 34, 90}};
+
+struct DecodeCost {
+  int num_splits = 1;
+  int64_t tenths = INT64_MAX;  // of a microsecond
+};
+
+// The split count of the least cost. Blocks never outnumber the places for them by more than four,
+// which also bounds the partial results: 67 MB on an H200.
+inline DecodeCost cheapest_splits(
+    const DecodePace& pace, int num_sms, int64_t rows, int64_t heads, int64_t topk) {
+  constexpr int64_t kBlocksPerSlot = 4;
+  constexpr int64_t kCombine = 30;  // the second kernel; and a tenth for each part that it reads
+  const int64_t slots = int64_t{num_sms} * pace.blocks;
+  const int64_t blocks = rows * ((heads + pace.head_tile - 1) / pace.head_tile);
+  const int64_t tiles = (topk + pace.tokens - 1) / pace.tokens;
+  const int64_t most =
+      std::min({tiles, int64_t{kMaxSplits}, kBlocksPerSlot * slots / std::max<int64_t>(blocks, 1)});
+  DecodeCost best;
+  for (int64_t splits = 1; splits <= std::max<int64_t>(most, 1); ++splits) {
+    const int64_t waves = (blocks * splits + slots - 1) / slots;
+    const int64_t times = ((tiles + splits - 1) / splits + pace.tiles - 1) / pace.tiles;
+    const int64_t cost =
+        waves * (times * pace.per_time + pace.start) + (splits > 1 ? kCombine + splits : 0);
+    if (cost < best.tenths) best = {static_cast<int>(splits), cost};
+  }
+  return best;
+}
+
 inline DecodePlan plan_decode(const DecodeDevice& device,
                               int64_t rows,
                               int64_t heads,
                               int64_t topk,
                               DecodeKernel wanted = DecodeKernel::kNone) {
   if (!device.has_mma) return {};
-  // Measured on an H200: with few rows and many heads the smaller tiles of mma spread better.
-  const bool few = heads > 16 && rows * ((heads + 31) / 32) <= 16;
-  const bool wgmma =
-      device.has_wgmma && wanted != DecodeKernel::kMma && (wanted == DecodeKernel::kWgmma || !few);
+  const bool wgmma = device.has_wgmma && wanted != DecodeKernel::kMma;
   DecodePlan plan;
   plan.kernel = wgmma ? DecodeKernel::kWgmma : DecodeKernel::kMma;
-  plan.head_tile = heads <= 16 ? 16 : heads <= 32 || !wgmma ? 32 : 64;
-  // Two blocks of mma's 16-head kernel share an SM, one of any other.
-  const int64_t slots = int64_t{device.num_sms} * (!wgmma && plan.head_tile == 16 ? 2 : 1);
-  const int64_t blocks = rows * ((heads + plan.head_tile - 1) / plan.head_tile);
-  const int64_t tokens = wgmma ? kWgmmaTokens : kMmaTokens;
-  plan.num_splits = choose_splits(blocks, (topk + tokens - 1) / tokens, slots);
+  int64_t least = INT64_MAX;
+  const auto consider = [&](const DecodePace& pace) {
+    // No tile is padded by half or more where a smaller one does.
+    if (pace.head_tile > 16 && heads <= pace.head_tile / 2) return;
+    const DecodeCost cost = cheapest_splits(pace, device.num_sms, rows, heads, topk);
+    if (cost.tenths >= least) return;
+    least = cost.tenths;
+    plan.head_tile = pace.head_tile;
+    plan.num_splits = cost.num_splits;
+  };
+  if (wgmma) {
+    for (const DecodePace& pace : kWgmmaPaces) consider(pace);
+  } else {
+    for (const DecodePace& pace : kMmaPaces) consider(pace);
+  }
   return plan;
 }
 

@@ -8,16 +8,21 @@
 //                                     q from shared memory, its dims in expanded order
 //   O^T[512, heads]      += V^T P     V and P from shared memory, O in registers
 //
-//   expander  loads records a tile ahead into registers, expands them, stores V, multiplies K q^T
+//   expander  takes records into registers a tile ahead, expands them, stores V, multiplies K q^T
 //             as it goes; softmax; stores P.   1 warpgroup, or 2 that take turns at the tiles
 //   summer    multiplies V^T P.                2 warpgroups, or 1
 //
-// Two or three V and P buffers pass between them: `full` when a tile's are written, `empty` when it
-// is summed. As in decode_mma.cu, lane (g, q) takes blocks q, 4+q, .. 28+q of a token.
+// Two V and P buffers pass between them: `full` when a tile's are written, `empty` when it is
+// summed. As in decode_mma.cu, lane (g, q) takes blocks q, 4+q, .. 28+q of a token.
+//
+// Four registers that are an operand of K q^T go to V as they are, with one stmatrix. That puts
+// pair j (elements j and j+4) of word w of the lanes' blocks into 16-byte unit 4w + j of a chunk's
+// row, lane q's at word q: dim 64c + 16q + 8w + j + 4e is at position 64c + 8(4w + j) + 2q + e.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
+#include "kernels/cuda/decode_wgmma_records.cuh"
 #include "kernels/cuda/expand.cuh"
 #include "kernels/cuda/hopper.cuh"
 #include "kernels/cuda/lane_block.cuh"
@@ -49,8 +54,8 @@ __device__ void load_query(const DecodeKernelParams& p,
     // As expand_pairs leaves them: (0, 4), (1, 5), (2, 6), (3, 7); and expand_rope_pairs: (0, 2),
     // (1, 3), (4, 6), (5, 7).
     const bool rope = chunk == kValueChunks;
-    const uint32_t a = x.words[0], b = x.words[rope ? 1 : 2];
-    const uint32_t c = x.words[rope ? 2 : 1], d = x.words[3];
+    const uint32_t a = x.words[0], b = rope ? x.words[1] : x.words[2];
+    const uint32_t c = rope ? x.words[2] : x.words[1], d = x.words[3];
     const uint32_t pairs[4] = {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632),
                                __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632)};
 #pragma unroll
@@ -64,73 +69,86 @@ __device__ void load_query(const DecodeKernelParams& p,
 // ---- expander
 // -------------------------------------------------------------------------------------
 
-// S^T of the tile into `scores`, V into its buffer.
-template <class T, int kHeads>
+// Chunk c of a lane's two tokens -> four operands of K q^T.
+template <class T>
+__device__ void expand_chunk(const Records& records,
+                             int c,
+                             const uint32_t (&folded)[2][2][4],
+                             uint32_t (&k)[4][4]) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      uint32_t pairs[4];
+      expand_pairs<T>(word == 0 ? records.codes[t][c].x : records.codes[t][c].y,
+                      folded[t][c / 4][c % 4], pairs);
+      k[2 * word][t] = pairs[0];
+      k[2 * word][2 + t] = pairs[1];
+      k[2 * word + 1][t] = pairs[2];
+      k[2 * word + 1][2 + t] = pairs[3];
+    }
+  }
+}
+
+template <class T>
+__device__ void expand_rope(const Records& records, uint32_t (&k)[4][4]) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    const uint32_t words[4] = {records.rope[t].x, records.rope[t].y, records.rope[t].z,
+                               records.rope[t].w};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint32_t pairs[2];
+      expand_rope_pairs<T>(words[step], pairs);
+      k[step][t] = pairs[0];
+      k[step][2 + t] = pairs[1];
+    }
+  }
+}
+
+// S^T of the tile into `scores`, which are there after wgmma_wait; V into its buffer, once
+// `wait_for_buffer` returns.
+template <class T, int kHeads, class Wait>
 __device__ void multiply_keys(Shared<kHeads>& shared,
                               int buffer,
                               const Records& records,
-                              float (&scores)[kHeads / 2]) {
-  const int g = lane_id() / 4, q = lane_id() % 4;
-  const int row = 16 * group_warp() + g;
+                              float (&scores)[kHeads / 2],
+                              Wait wait_for_buffer) {
   uint32_t folded[2][2][4];
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
     fold_scales<T>(records.scales[t].x, folded[t][0]);
     fold_scales<T>(records.scales[t].y, folded[t][1]);
   }
-  uint8_t* values[2][2];  // of a token's two units in the first chunk
-#pragma unroll
-  for (int t = 0; t < 2; ++t) {
-#pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      values[t][word] = &shared.values[buffer][0][row + 8 * t]
-                                      [swizzled_unit<kRowBytes>(row + 8 * t, 2 * q + word) * 16];
-    }
-  }
-  uint64_t query = matrix_descriptor<kRowBytes>(&shared.query[0][0][0]);
+  // Of matrix lane / 8 of store_matrices: tokens 0 .. 7 or 8 .. 15, the even unit or the odd one.
+  const int lane = lane_id(), row = kWarpTokens * group_warp() + lane % 16;
+  const uint32_t values =
+      shared_address(&shared.values[buffer][0][row][swizzled_unit<kRowBytes>(row, lane / 16) * 16]);
+  const Matrix<kRowBytes> query(&shared.query[0][0][0]);
 
   uint32_t a[2][4][4];  // one chunk is multiplied from one half while the next is expanded
 #pragma unroll
   for (int c = 0; c < kQueryChunks; ++c) {
     auto& k = a[c % 2];
     if (c >= 2) wgmma_wait<1>();
+    if (c < kValueChunks) {
+      expand_chunk<T>(records, c, folded, k);
+      if (c == 0) wait_for_buffer();
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      if (c < kValueChunks) {
-#pragma unroll
-        for (int word = 0; word < 2; ++word) {
-          uint32_t pairs[4];
-          expand_pairs<T>(word == 0 ? records.codes[t][c].x : records.codes[t][c].y,
-                          folded[t][c / 4][c % 4], pairs);
-          *reinterpret_cast<uint4*>(values[t][word] + c * kTileTokens * kRowBytes) =
-              make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-          k[2 * word][t] = pairs[0];
-          k[2 * word][2 + t] = pairs[1];
-          k[2 * word + 1][t] = pairs[2];
-          k[2 * word + 1][2 + t] = pairs[3];
-        }
-      } else {
-        const uint32_t words[4] = {records.rope[t].x, records.rope[t].y, records.rope[t].z,
-                                   records.rope[t].w};
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          uint32_t pairs[2];
-          expand_rope_pairs<T>(words[step], pairs);
-          k[step][t] = pairs[0];
-          k[step][2 + t] = pairs[1];
-        }
+      for (int step = 0; step < 4; ++step) {
+        store_matrices((values ^ 2 * step * 16) + c * kTileTokens * kRowBytes, k[step]);
       }
+    } else {
+      expand_rope<T>(records, k);
     }
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      Wgmma<T, kHeads>::a_in_registers(scores, k[step],
-                                       query + descriptor_step(c * kHeads * kRowBytes + step * 32),
-                                       c > 0 || step > 0);
+      Wgmma<T, kHeads>::a_in_registers(
+          scores, k[step], query + (c * kHeads * kRowBytes + step * 32), c > 0 || step > 0);
     }
     wgmma_commit();
   }
-  wgmma_wait<0>();
 }
 
 template <class T, int kHeads>
@@ -141,39 +159,34 @@ __device__ void expand_tiles(const DecodeKernelParams& p,
                              int begin,
                              int end,
                              Softmax<kHeads>& softmax) {
-  constexpr int kExpanders = Shared<kHeads>::kExpanders;
-  const int column = 16 * group_warp() + lane_id() / 4;
-  // Read a tile ahead, past the end too (the last one again): a load under a condition would be
-  // waited for at once.
-  const auto read_slots = [&](int first, int (&slots)[2]) {
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      slots[t] = __ldg(indices + min(first + column + 8 * t, end - 1) * p.indices_column_stride);
-    }
-  };
-  const auto load_records = [&](int first, int (&slots)[2], Records& records) {
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      if (first + column + 8 * t >= end) slots[t] = -1;
-    }
-    records.load(p, slots);
-  };
+  using S = Shared<kHeads>;
+  constexpr int kStep = S::kExpanders * kTileTokens;
+  constexpr int kInTurn = 2 * kGroupThreads;  // of a barrier between an expander and the next
   if (begin >= end) return;
   const float scale = p.softmax_scale * kLog2e * kMakeGood;
-  constexpr int kStep = kExpanders * kTileTokens;
-  constexpr int kBuffers = Shared<kHeads>::kBuffers;
   int first = begin + group * kTileTokens;
-  int slots[2];
+  auto source = [&] {
+    if constexpr (S::kStaged) {
+      return StagedRecords(p, indices, first, end, kStep,
+                           shared.stages[group * kGroupWarps + group_warp()]);
+    } else {
+      return DirectRecords(p, indices, first, end, kStep);
+    }
+  }();
   Records records;
-  read_slots(first, slots);
-  load_records(first, slots, records);
-  read_slots(first + kStep, slots);
+  if constexpr (!S::kStaged) source.take(records);
 
-  for (int tile = group; first < end; tile += kExpanders, first += kStep) {
-    const int buffer = tile % kBuffers;
-    barrier_wait(shared.empty[buffer], (tile / kBuffers & 1) ^ 1);
+  for (int tile = group; first < end; tile += S::kExpanders, first += kStep) {
+    const int buffer = tile % S::kBuffers;
+    if constexpr (S::kStaged) source.take(records);
     float scores[kHeads / 2];
-    multiply_keys<T>(shared, buffer, records, scores);
+    multiply_keys<T>(shared, buffer, records, scores,
+                     [&] { barrier_wait(shared.empty[buffer], (tile / S::kBuffers & 1) ^ 1); });
+    // A hardware barrier: with one that is polled, the compiler takes the warps for diverged, and
+    // descriptions of matrices take six instructions in place of one.
+    if (S::kExpanders > 1 && tile > 0) barrier_sync(kTurnBarrier + group, kInTurn);
+    const uint32_t raises = shared.raises;
+    wgmma_wait<0>();
 #pragma unroll
     for (float& score : scores) score *= scale;
     if (!records.present[0] || !records.present[1]) {
@@ -182,15 +195,11 @@ __device__ void expand_tiles(const DecodeKernelParams& p,
         if (!records.present[i / 2 % 2]) scores[i] = -INFINITY;
       }
     }
-    load_records(first + kStep, slots, records);
-    read_slots(first + 2 * kStep, slots);
-
-    if (kExpanders > 1 && tile > 0) {
-      // A barrier each: a waiter must not be two phases behind. No one goes before the first tile.
-      barrier_wait(shared.turn[group], (tile / kExpanders - (group == 0 ? 1 : 0)) & 1);
+    if constexpr (!S::kStaged) source.take(records);  // to arrive during the softmax
+    softmax.settle_max(shared, buffer, raises, scores);
+    if (S::kExpanders > 1 && first + kTileTokens < end) {
+      barrier_pass(kTurnBarrier + (group + 1) % S::kExpanders, kInTurn);
     }
-    softmax.settle_max(shared, buffer, scores);
-    if (kExpanders > 1) barrier_arrive(shared.turn[(group + 1) % kExpanders]);
     softmax.template store_probs<T>(shared, buffer, scores);
     fence_for_async();
     barrier_arrive(shared.full[buffer]);
@@ -221,16 +230,15 @@ __device__ void sum_tiles(Shared<kHeads>& shared,
         }
       }
     }
-    const uint64_t values = matrix_descriptor<kRowBytes>(&shared.values[buffer][summer * kChunks]);
-    const uint64_t probs = matrix_descriptor<kProbBytes>(&shared.probs[buffer]);
+    const Matrix<kRowBytes> values(&shared.values[buffer][summer * kChunks]);
+    const Matrix<kProbBytes> probs(&shared.probs[buffer]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileTokens; k += 16) {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        Wgmma<T, kHeads>::both_shared(out[c],
-                                      values + descriptor_step((c * kTileTokens + k) * kRowBytes),
-                                      probs + descriptor_step(k * kProbBytes));
+        Wgmma<T, kHeads>::both_shared(out[c], values + (c * kTileTokens + k) * kRowBytes,
+                                      probs + k * kProbBytes);
       }
     }
     wgmma_commit();
@@ -239,35 +247,58 @@ __device__ void sum_tiles(Shared<kHeads>& shared,
   }
 }
 
+// O leaves by way of shared memory, in V's place: a lane has single dims of it, and a store to
+// memory should be of 16 bytes at least.
 template <class T, int kHeads>
 __device__ void write_out(const DecodeKernelParams& p,
-                          const Shared<kHeads>& shared,
+                          Shared<kHeads>& shared,
                           int summer,
                           const float (&out)[kValueChunks / Shared<kHeads>::kSummers][kHeads / 2],
                           uint32_t row,
                           int split,
                           int first_head) {
+  constexpr int kThreads = Shared<kHeads>::kSummers * kGroupThreads;
   constexpr int kChunks = kValueChunks / Shared<kHeads>::kSummers;
+  constexpr int kPairs = kNopeDim / 2;
+  auto* staged = reinterpret_cast<float2*>(&shared.values);  // [kHeads][kPairs], permuted
+  static_assert(sizeof(float2) * kHeads * kPairs <= sizeof(shared.values));
+  const auto place = [](int head, int pair) {  // lanes q apart, in banks apart
+    return head * kPairs + (pair ^ (head / 2 % 2 * 4 + head / 4 % 2));
+  };
+  barrier_sync(kSummersBarrier, kThreads);
+  // A lane's positions g and g+8 of a warp's 16 are dims d and d+1.
+  const int g = lane_id() / 4, w = group_warp();
+  const int first_pair = (g / 2 * 16 + w / 2 * 8 + g % 2 * 4 + w % 2 * 2) / 2;
 #pragma unroll
   for (int c = 0; c < kHeads / 4; ++c) {
-    const int local = Softmax<kHeads>::head(c);
-    const int head = first_head + local;
-    if (head >= p.heads) continue;
-    const float factor = shared.factor[local];
-    const int64_t at = static_cast<int64_t>(row) * p.heads + head;
+    const int head = Softmax<kHeads>::head(c);
+    const float factor = shared.factor[head];
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int pair = (summer * kChunks + chunk) * (kChunkDims / 2) + first_pair;
+      const float* x = &out[chunk][4 * (c / 2) + c % 2];
+      staged[place(head, pair)] = make_float2(x[0] * factor, x[2] * factor);
+    }
+  }
+  barrier_sync(kSummersBarrier, kThreads);
+#pragma unroll 2
+  for (int i = (summer * kGroupWarps + w) * kWarpSize + lane_id(); i < kHeads * (kNopeDim / 8);
+       i += kThreads) {
+    const int local = i / (kNopeDim / 8), eight = i % (kNopeDim / 8), head = first_head + local;
+    if (head >= p.heads) break;
+    float2 x[4];
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const int position =
-            (summer * kChunks + chunk) * kChunkDims + 16 * group_warp() + lane_id() / 4 + 8 * t;
-        const float x = out[chunk][4 * (c / 2) + 2 * t + c % 2] * factor;
-        if (p.num_splits > 1) {
-          p.partial_out[(split * p.rows * p.heads + at) * kNopeDim + position] = x;
-        } else {
-          store_element(static_cast<T*>(p.out) + at * kNopeDim + dim_of_position(position), x);
-        }
-      }
+    for (int k = 0; k < 4; ++k) x[k] = staged[place(local, 4 * eight + k)];
+    const int64_t at = static_cast<int64_t>(row) * p.heads + head;
+    if (p.num_splits > 1) {
+      float* part = p.partial_out + (split * p.rows * p.heads + at) * kNopeDim;
+      auto* to = reinterpret_cast<float4*>(part + 8 * eight);  // in expanded order
+      to[0] = make_float4(x[0].x, x[2].x, x[0].y, x[2].y);
+      to[1] = make_float4(x[1].x, x[3].x, x[1].y, x[3].y);
+    } else {
+      auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at * kNopeDim);
+      to[eight] = make_uint4(pack(x[0].x, x[0].y, T{}), pack(x[1].x, x[1].y, T{}),
+                             pack(x[2].x, x[2].y, T{}), pack(x[3].x, x[3].y, T{}));
     }
   }
 }
@@ -310,7 +341,11 @@ __global__ void __launch_bounds__(Shared<kHeads>::kThreads, 1)
   const int split = static_cast<int>(blockIdx.x % p.num_splits);
   const int first_head = static_cast<int>(blockIdx.y) * kHeads;
   const auto place = p.row(row);
-  const auto [begin, end] = p.share_of(place, split, kTileTokens);
+  // From lane 0, so that the compiler knows it to be one value a warp, and keeps what follows from
+  // it in uniform registers: descriptions of matrices above all. So the group below.
+  const auto share = p.share_of(place, split, kTileTokens);
+  const int begin = __shfl_sync(kFullWarp, share.begin, 0);
+  const int end = __shfl_sync(kFullWarp, share.end, 0);
 
   const int thread = threadIdx.y * kWarpSize + threadIdx.x;
   if (thread == 0) {
@@ -318,7 +353,6 @@ __global__ void __launch_bounds__(Shared<kHeads>::kThreads, 1)
       barrier_init(shared.full[b], kGroupThreads);
       barrier_init(shared.empty[b], S::kSummers * kGroupWarps);
     }
-    for (uint64_t& turn : shared.turn) barrier_init(turn, kGroupThreads);
     barrier_init(shared.finished, S::kExpanders * kGroupThreads);
     barrier_init_fence();
   }
@@ -331,17 +365,15 @@ __global__ void __launch_bounds__(Shared<kHeads>::kThreads, 1)
   fence_for_async();
   __syncthreads();
 
-  // From lane 0, so that the compiler knows it to be one value a warp, and keeps what follows from
-  // it in uniform registers: descriptors above all.
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
   if (group < S::kExpanders) {
     if constexpr (kHeads == 64) more_registers<S::kExpanderRegisters>();
     Softmax<kHeads> softmax;
     softmax.start();
     expand_tiles<T>(p, shared, group, p.row_indices(place), begin, end, softmax);
-    expanders_sync<S::kExpanders>();  // the maxima are final
+    barrier_sync(kExpandersBarrier, S::kExpanders * kGroupThreads);  // the maxima are final
     softmax.finish(shared);
-    expanders_sync<S::kExpanders>();
+    barrier_sync(kExpandersBarrier, S::kExpanders * kGroupThreads);
     finish_heads<T>(p, shared, row, split, first_head);
     barrier_arrive(shared.finished);
   } else {

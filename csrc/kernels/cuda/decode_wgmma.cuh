@@ -1,5 +1,5 @@
-// The parts of decode_wgmma.cu: what a block keeps in shared memory, records in registers, and the
-// running softmax.
+// The parts of decode_wgmma.cu: what a block keeps in shared memory, its barriers, and the running
+// softmax.
 #pragma once
 
 #include <cfloat>
@@ -19,6 +19,8 @@ inline constexpr int kChunkDims = 64;  // 128 bytes of 16-bit elements: one swiz
 inline constexpr int kValueChunks = kNopeDim / kChunkDims;
 inline constexpr int kQueryChunks = kHeadDim / kChunkDims;
 inline constexpr int kRowBytes = kChunkDims * 2;
+inline constexpr int kWarpTokens = kTileTokens / kGroupWarps;
+inline constexpr int kStageBytes = kWarpTokens * kRecordBytes;
 
 // Scores may exceed the running maximum by 2^8 before it is raised: sums lose nothing by it, and
 // the outputs are rescaled a few times a row, not once a tile.
@@ -36,12 +38,15 @@ struct alignas(1024) Shared {
   // A thread's registers once the warpgroups have parted; all have 168 at first.
   static constexpr int kExpanderRegisters = kHeads == 64 ? 184 : 168;
   static constexpr int kSummerRegisters = kHeads == 64 ? 160 : 168;
-  static constexpr int kProbBytes = kHeads * 2;          // a token's probabilities
-  static constexpr int kBuffers = kHeads == 16 ? 3 : 2;  // as many as there is room for
+  static constexpr int kProbBytes = kHeads * 2;  // a token's probabilities
+  static constexpr int kBuffers = 2;             // as many as there is room for
+  // Records on their way, a tile an expander. With q of 64 heads there is no room.
+  static constexpr bool kStaged = kHeads < 64;
 
   uint8_t values[kBuffers][kValueChunks][kTileTokens][kRowBytes];
   uint8_t query[kQueryChunks][kHeads][kRowBytes];
   uint8_t probs[kBuffers][kTileTokens][kProbBytes];
+  alignas(16) uint8_t stages[kStaged ? kExpanders * kGroupWarps : 1][kStaged ? kStageBytes : 1];
   float running_max[kHeads];
   uint32_t raises;  // how often they were raised
   float rescale[kBuffers][kHeads];
@@ -49,60 +54,34 @@ struct alignas(1024) Shared {
   float warp_values[kExpanders][kGroupWarps][kHeads];  // maxima, in the end sums
   float factor[kHeads];
   uint64_t full[kBuffers], empty[kBuffers], finished;
-  uint64_t turn[kExpanders];  // the expander before has dealt with the maxima
 };
 
 __device__ inline int group_id() { return threadIdx.y / kGroupWarps; }
 __device__ inline int group_warp() { return threadIdx.y % kGroupWarps; }
 
-// The barrier of one warpgroup.
-__device__ inline void group_sync() {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + group_id()), "n"(kGroupThreads) : "memory");
+// The barriers of parts of a block, by number: 0 is __syncthreads'.
+inline constexpr int kGroupBarrier = 1;  // and the group
+inline constexpr int kExpandersBarrier = 4;
+inline constexpr int kSummersBarrier = 5;
+inline constexpr int kTurnBarrier = 6;  // and the expander
+
+__device__ inline void barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// The barrier of all expanders.
-template <int kExpanders>
-__device__ void expanders_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(1 + kExpanders), "n"(kExpanders * kGroupThreads)
-               : "memory");
+__device__ inline void barrier_pass(int barrier, int threads) {  // arrives, does not wait
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+__device__ inline void group_sync() { barrier_sync(kGroupBarrier + group_id(), kGroupThreads); }
 __device__ inline bool group_any(bool x) {
   uint32_t any;
   asm volatile(
       "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\n"
       "selp.u32 %0, 1, 0, q;\n}"
       : "=r"(any)
-      : "r"(uint32_t{x}), "r"(1 + group_id()), "n"(kGroupThreads)
+      : "r"(uint32_t{x}), "r"(kGroupBarrier + group_id()), "n"(kGroupThreads)
       : "memory");
   return any != 0;
 }
-
-// A lane's part of the records of tokens g and g+8 of its warp's 16. Of a token that is not there
-// it is stale, but for the scales: with those zero, V is.
-struct Records {
-  __device__ void load(const DecodeKernelParams& p, const int (&slots)[2]) {
-    const int q = lane_id() % 4;
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      present[t] = p.device_cache.holds(slots[t]);
-      scales[t] = {};
-      if (!present[t]) continue;
-      const uint8_t* record = p.device_cache.record<true>(static_cast<uint32_t>(slots[t]));
-      const uint8_t* mine = record + q * kCodeBytesPerBlock;
-#pragma unroll
-      for (int c = 0; c < kValueChunks; ++c) {
-        codes[t][c] =
-            __ldg(reinterpret_cast<const uint2*>(mine + kCodesOffset + 4 * c * kCodeBytesPerBlock));
-      }
-      scales[t] = __ldg(reinterpret_cast<const uint2*>(record + kScalesOffset + 8 * q));
-      rope[t] = __ldg(reinterpret_cast<const uint4*>(record + kRopeOffset + 16 * q));
-    }
-  }
-
-  uint2 codes[2][kValueChunks] = {};
-  uint2 scales[2];
-  uint4 rope[2] = {};
-  bool present[2];
-};
 
 // The running softmax of a warpgroup over tokens, the rows of S^T.
 template <int kHeads>
@@ -121,10 +100,14 @@ struct Softmax {
   }
 
   // Sees to it that no score exceeds its maximum by more than the slack; whole warpgroup, and one
-  // expander after another. x is scaled, in base 2, -Inf where there is no token.
-  __device__ void settle_max(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
-    if (shared.raises != raises_seen) {  // another expander's doing
-      raises_seen = shared.raises;
+  // expander after another. x is scaled, in base 2, -Inf where there is no token; raises is
+  // shared.raises, read beforehand.
+  __device__ void settle_max(Shared<kHeads>& shared,
+                             int buffer,
+                             uint32_t raises,
+                             const float (&x)[kHeads / 2]) {
+    if (raises != raises_seen) {  // another expander's doing
+      raises_seen = raises;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) raise(c, shared.running_max[head(c)]);
     }

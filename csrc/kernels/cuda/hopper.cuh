@@ -49,6 +49,14 @@ __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uin
       : "memory");
 }
 
+// Four 8x8 matrices of 16-bit elements, held as mma's operands are; lane l gives the address of row
+// l % 8 of matrix l / 8.
+__device__ inline void store_matrices(uint32_t address, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+
 // How many registers a thread of this warpgroup may have from here on: a multiple of 8, and more
 // only as others take fewer.
 template <int kCount>

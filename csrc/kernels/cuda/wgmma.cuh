@@ -15,17 +15,23 @@ namespace nvfp4_dsmla::cuda {
 
 // A matrix in shared memory whose rows of `kRowBytes` (32, 64 or 128) are stored whole, one after
 // another, their 16-byte units permuted as swizzled_unit says; 8 rows make an atom. Which of its
-// two dimensions lies along the rows the instruction is told (its transpose flags).
+// two dimensions lies along the rows the instruction is told (its transpose flags). Of the 64 bits
+// that describe it to the instruction the upper ones are constant: kept apart, steps from matrix to
+// matrix are single additions, and the compiler starts a first product before it prepares the next.
 template <int kRowBytes>
-__device__ uint64_t matrix_descriptor(const void* start) {
+struct Matrix {
   static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128);
-  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
-  constexpr uint64_t kAtomBytes = 8 * kRowBytes;
-  return (shared_address(start) & 0x3'ffffu) >> 4 | uint64_t{1} << 16 | (kAtomBytes >> 4) << 32 |
-         kSwizzle << 62;
-}
-// How a descriptor's start moves on by `bytes`.
-__device__ constexpr uint64_t descriptor_step(int bytes) { return bytes >> 4; }
+  static constexpr uint32_t kAtomBytes = 8 * kRowBytes;
+  static constexpr uint32_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  static constexpr uint32_t kHigh = kAtomBytes >> 4 | kSwizzle << 30;
+
+  __device__ explicit Matrix(const void* start)
+      : low((shared_address(start) & 0x3'ffffu) >> 4 | 1u << 16) {}
+  __device__ explicit Matrix(uint32_t low) : low(low) {}
+  __device__ Matrix operator+(int bytes) const { return Matrix(low + (bytes >> 4)); }
+
+  uint32_t low;
+};
 
 // Where 16-byte unit `unit` of row `row` stands in its row.
 template <int kRowBytes>
@@ -63,34 +69,38 @@ struct Wgmma;
 
 // a_in_registers: b's rows run along k. both_shared: a's rows run along m, b's along n, and k goes
 // from row to row. Operand numbers follow d's kD registers.
-#define NVFP4_DSMLA_WGMMA(T, ptx, N, D, A0, A1, A2, A3, A4, A5)                                 \
-  template <>                                                                                   \
-  struct Wgmma<T, N> {                                                                          \
-    __device__ static void a_in_registers(float* d,                                             \
-                                          const uint32_t (&a)[4],                               \
-                                          uint64_t b,                                           \
-                                          bool accumulate) {                                    \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " A5                                       \
-                   ", 0;\n"                                                                     \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ptx "." ptx                \
-                   " {" NVFP4_DSMLA_LIST##D "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4          \
-                                            ", p, 1, 1, 0;\n}"                                  \
-                   : NVFP4_DSMLA_D##D(d)                                                        \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate})); \
-    }                                                                                           \
-    __device__ static void both_shared(float* d, uint64_t a, uint64_t b) {                      \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ptx "." ptx                \
-                   " {" NVFP4_DSMLA_LIST##D "}, " A0 ", " A1 ", 1, 1, 1, 1, 1;"                 \
-                   : NVFP4_DSMLA_D##D(d)                                                        \
-                   : "l"(a), "l"(b));                                                           \
-    }                                                                                           \
+#define NVFP4_DSMLA_WGMMA(T, ptx, N, D, A0, A1, A2, A3, A4, A5, A6)                              \
+  template <>                                                                                    \
+  struct Wgmma<T, N> {                                                                           \
+    template <int kRowB>                                                                         \
+    __device__ static void a_in_registers(float* d,                                              \
+                                          const uint32_t (&a)[4],                                \
+                                          Matrix<kRowB> b,                                       \
+                                          bool accumulate) {                                     \
+      asm volatile(                                                                              \
+          "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {" A4 ", " A5 "};\nsetp.ne.b32 p, " A6     \
+          ", 0;\n"                                                                               \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ptx "." ptx " {" NVFP4_DSMLA_LIST##D \
+          "}, {" A0 ", " A1 ", " A2 ", " A3 "}, b, p, 1, 1, 0;\n}"                               \
+          : NVFP4_DSMLA_D##D(d)                                                                  \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "n"(b.kHigh),                \
+            "r"(int{accumulate}));                                                               \
+    }                                                                                            \
+    template <int kRowA, int kRowB>                                                              \
+    __device__ static void both_shared(float* d, Matrix<kRowA> a, Matrix<kRowB> b) {             \
+      asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {" A0 ", " A1 "};\nmov.b64 b, {" A2 ", " A3   \
+                   "};\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ptx "." ptx             \
+                   " {" NVFP4_DSMLA_LIST##D "}, a, b, 1, 1, 1, 1, 1;\n}"                         \
+                   : NVFP4_DSMLA_D##D(d)                                                         \
+                   : "r"(a.low), "n"(a.kHigh), "r"(b.low), "n"(b.kHigh));                        \
+    }                                                                                            \
   };
-NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
-NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
-NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
-NVFP4_DSMLA_WGMMA(Float16, "f16", 16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
-NVFP4_DSMLA_WGMMA(Float16, "f16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
-NVFP4_DSMLA_WGMMA(Float16, "f16", 64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
+NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+NVFP4_DSMLA_WGMMA(Float16, "f16", 16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
+NVFP4_DSMLA_WGMMA(Float16, "f16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+NVFP4_DSMLA_WGMMA(Float16, "f16", 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 #undef NVFP4_DSMLA_WGMMA
 #undef NVFP4_DSMLA_LIST32
 #undef NVFP4_DSMLA_LIST16

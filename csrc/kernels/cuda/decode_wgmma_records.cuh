@@ -1,0 +1,151 @@
+// Records on their way into the registers of the lanes that expand them.
+#pragma once
+
+#include <cstdint>
+
+#include "format/record.h"
+#include "kernels/cuda/decode.cuh"
+#include "kernels/cuda/decode_wgmma.cuh"
+#include "kernels/cuda/mma.cuh"
+
+namespace nvfp4_dsmla::cuda::hopper {
+
+// A lane's part of the records of tokens g and g+8 of its warp's 16: blocks q, 4+q, .. 28+q. Of a
+// token that is not there it is stale, but for the scales: with those zero, V is.
+struct Records {
+  template <class Load>
+  __device__ void read(int t, const uint8_t* record, Load load) {
+    const int q = lane_id() % 4;
+    const uint8_t* mine = record + kCodesOffset + q * kCodeBytesPerBlock;
+#pragma unroll
+    for (int c = 0; c < kValueChunks; ++c) {
+      codes[t][c] = load(reinterpret_cast<const uint2*>(mine + 4 * c * kCodeBytesPerBlock));
+    }
+    scales[t] = load(reinterpret_cast<const uint2*>(record + kScalesOffset + 8 * q));
+    rope[t] = load(reinterpret_cast<const uint4*>(record + kRopeOffset + 16 * q));
+  }
+
+  uint2 codes[2][kValueChunks] = {};
+  uint2 scales[2];
+  uint4 rope[2] = {};
+  bool present[2];
+};
+
+// A warp's 16 tokens of one tile of a row after another, `step` tokens apart: by way of shared
+// memory, where the next tile's records arrive while one is worked on.
+class StagedRecords {
+ public:
+  __device__ StagedRecords(const DecodeKernelParams& p,
+                           const int32_t* indices,
+                           int first,
+                           int end,
+                           int step,
+                           void* stage)
+      : p_(p),
+        indices_(indices),
+        column_(first + kWarpTokens * group_warp() + lane_id()),
+        end_(end),
+        step_(step),
+        stage_(static_cast<uint8_t*>(stage)) {
+    read_slot();
+    start_copies();
+  }
+
+  // The next tile's; past the last one no token is present.
+  __device__ void take(Records& records) {
+    copy_async_wait<0>();
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int token = lane_id() / 4 + 8 * t;
+      records.present[t] = present_ >> token & 1;
+      records.read(t, stage_ + token * kRecordBytes, [](const auto* from) { return *from; });
+      if (!records.present[t]) records.scales[t] = {};
+    }
+    __syncwarp();
+    start_copies();
+  }
+
+ private:
+  __device__ void read_slot() {  // of token `lane`, lanes 0 .. 15
+    slot_ = lane_id() < kWarpTokens && column_ < end_
+                ? __ldg(indices_ + column_ * p_.indices_column_stride)
+                : -1;
+    column_ += step_;
+  }
+
+  // Four tokens at a time, 8 lanes each, so that an instruction asks for whole lines.
+  __device__ void start_copies() {
+    constexpr int kLanes = 8, kPiece = 16, kStride = kLanes * kPiece;
+    const bool there = p_.device_cache.holds(slot_);
+    const auto mine = reinterpret_cast<uint64_t>(
+        p_.device_cache.record<true>(there ? static_cast<uint32_t>(slot_) : 0));
+    present_ = __ballot_sync(kFullWarp, there);
+    const int piece = lane_id() % kLanes * kPiece;
+#pragma unroll
+    for (int first = 0; first < kWarpTokens; first += kWarpSize / kLanes) {
+      const int token = first + lane_id() / kLanes;
+      const uint8_t* from =
+          reinterpret_cast<const uint8_t*>(__shfl_sync(kFullWarp, mine, token)) + piece;
+      const uint32_t to = shared_address(stage_ + token * kRecordBytes + piece);
+#pragma unroll
+      for (int at = 0; at < kRecordBytes; at += kStride) {
+        if (at + kStride <= kRecordBytes || at + piece < kRecordBytes) {
+          copy_async(to + at, from + at, present_ >> token & 1);
+        }
+      }
+    }
+    copy_async_commit();
+    read_slot();
+  }
+
+  const DecodeKernelParams& p_;
+  const int32_t* indices_;
+  int column_, end_, step_;
+  uint8_t* stage_;
+  int slot_;          // of the tile after the one that is copied
+  uint32_t present_;  // of the one that is copied, a bit a token
+};
+
+// Likewise, from memory at once.
+class DirectRecords {
+ public:
+  __device__ DirectRecords(
+      const DecodeKernelParams& p, const int32_t* indices, int first, int end, int step)
+      : p_(p),
+        indices_(indices),
+        column_(first + kWarpTokens * group_warp() + lane_id() / 4),
+        end_(end),
+        step_(step) {
+    read_slots();
+  }
+
+  __device__ void take(Records& records) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      records.present[t] = column_ + 8 * t < end_ && p_.device_cache.holds(slots_[t]);
+      records.scales[t] = {};
+      if (!records.present[t]) continue;
+      records.read(t, p_.device_cache.record<true>(static_cast<uint32_t>(slots_[t])),
+                   [](const auto* from) { return __ldg(from); });
+    }
+    column_ += step_;
+    read_slots();
+  }
+
+ private:
+  // Past the end too, the last one again: a load under a condition would be waited for at once.
+  __device__ void read_slots() {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      slots_[t] = __ldg(indices_ + min(column_ + 8 * t, end_ - 1) * p_.indices_column_stride);
+    }
+  }
+
+  const DecodeKernelParams& p_;
+  const int32_t* indices_;
+  int column_, end_, step_;
+  int slots_[2];
+};
+
+}  // namespace nvfp4_dsmla::cuda::hopper
