@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import nvfp4_dsmla
-from nvfp4_dsmla import layout, ops, reference, reference_formats
-from nvfp4_dsmla.cli import bench, inspection, plan, screen, verify
+from commands import report_of, run
+from nvfp4_dsmla import layout, reference
+from nvfp4_dsmla.cli import bench, inspection, plan, screen
 from nvfp4_dsmla.cli.app import app
 from nvfp4_dsmla.formats import CACHE_FORMATS
 from nvfp4_dsmla.support import OPS
@@ -27,20 +26,6 @@ NOPE_DIM, HEAD_DIM = layout.NOPE_DIM, layout.HEAD_DIM
 @pytest.fixture(autouse=True)
 def columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-
-
-def run(*arguments: str, status: int = 0) -> str:
-    done = CliRunner().invoke(app, list(arguments))
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == status, done.output
-    return done.stdout if status != 2 else done.stderr
-
-
-def report_of(*arguments: str, status: int = 0) -> dict[str, Any]:
-    report = json.loads(run(*arguments, "--json", status=status))
-    assert isinstance(report, dict)
-    return report
 
 
 def assert_plain(text: str) -> None:
@@ -172,68 +157,6 @@ def test_info_gives_a_reason_once_for_all_ops_that_share_it() -> None:
         short = {reason.partition(": ")[2] for reason in reasons}
         for reason in short:
             assert " ".join(text.split()).count(reason) == 1
-
-
-# ---- verify ------------------------------------------------------------------------------------
-
-
-def test_verify_passes(device: torch.device) -> None:
-    report = report_of("verify", "--tokens", "200", "--device", str(device))
-    assert report["passed"]
-    assert report["failed"] == 0
-    assert {check["device"] for check in report["checks"]} == {str(device)}
-    assert {check["tokens"] for check in report["checks"]} == {86, 104, 200}
-    assert {check["format"] for check in report["checks"]} == set(CACHE_FORMATS)
-    assert all(check["differences"] == 0 for check in report["checks"])
-
-
-def test_verify_names_the_byte_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = reference.NVFP4.encode
-
-    def other(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-        records = real(kv_c, k_pe)
-        records[7, 300] += 1
-        return records
-
-    codecs = {**reference_formats.CODECS, "nvfp4_ds_mla": reference.NVFP4._replace(encode=other)}
-    monkeypatch.setattr(reference_formats, "CODECS", codecs)
-    text = run("verify", "--tokens", "64", "--device", "cpu", status=1)
-    assert "1 wrong" in text
-    assert ", byte 300: got " in text
-    # Three random writes, and two conversions into the format.
-    assert "5 of 28 checks FAILED" in text
-    assert report_of("verify", "--tokens", "64", "--device", "cpu", status=1)["failed"] == 5
-
-
-@pytest.mark.parametrize("poison", [0.5, torch.nan])
-def test_verify_sees_attention_that_is_off(monkeypatch: pytest.MonkeyPatch, poison: float) -> None:
-    real = nvfp4_dsmla.sparse_mla_decode
-
-    def other(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = real(**arguments)
-        return out, lse + poison
-
-    monkeypatch.setattr(ops, "sparse_mla_decode", other)
-    report = report_of("verify", "--tokens", "64", "--device", "cpu", status=1)
-    assert report["failed"] == 1
-    assert report["checks"][-1]["first"].endswith(", want 0.005 at most")
-
-
-def test_verify_sees_a_value_that_differs() -> None:
-    got, want = torch.tensor([[1.0, torch.nan]]), torch.tensor([[1.0, torch.nan]])
-    assert verify._first_difference(got, want, "token", "dim") == (0, "")
-    want[0, 0] = -0.0
-    got[0, 0] = 0.0
-    assert verify._first_difference(got, want, "token", "dim") == (
-        1,
-        "token 0, dim 0: got 0.0, want -0.0",
-    )
-
-
-def test_golden_records_are_installed() -> None:
-    installed = {path.name: path.read_bytes() for path in verify.GOLDEN.glob("*.npz")}
-    here = Path(__file__).parent / "golden"
-    assert installed == {path.name: path.read_bytes() for path in here.glob("*.npz")}
 
 
 # ---- plan --------------------------------------------------------------------------------------

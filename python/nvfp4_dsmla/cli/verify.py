@@ -92,19 +92,28 @@ def draw(screen: Screen, report: dict[str, Any]) -> None:
 
 def _devices(only: str | None) -> list[torch.device]:
     """The CPU, and every GPU that the ops run on; or the one that was asked for."""
+    write = "concat_and_cache_nvfp4_ds_mla"  # what runs one op runs them all, but for attention
     if only is not None:
-        return [torch.device(only)]
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    write = "concat_and_cache_nvfp4_ds_mla"  # what runs one op runs them all
-    served = [
-        torch.device("cuda", index)
-        for index in gpus
-        if supports_combination(
-            op=write, compute_capability=torch.cuda.get_device_capability(index)
+        try:
+            device = torch.device(only)
+        except RuntimeError:
+            raise ValueError(f"--device: wanted cpu, cuda or cuda:1, got {only!r}") from None
+        if reason := _why_not(write, device):
+            raise ValueError(f"--device: {reason}")
+        return [device]
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu"), *(gpu for gpu in gpus if _why_not(write, gpu) is None)]
+
+
+def _why_not(op: str, device: torch.device) -> str | None:
+    """None if the op runs there, else why not."""
+    index = device.index or 0
+    if device.type == "cuda" and index >= torch.cuda.device_count():
+        return (
+            f"{device} is not one of the {torch.cuda.device_count()} CUDA devices that torch sees"
         )
-        is None
-    ]
-    return [torch.device("cpu"), *served]
+    capability = torch.cuda.get_device_capability(index) if device.type == "cuda" else None
+    return supports_combination(op=op, device_type=device.type, compute_capability=capability)
 
 
 def _checks(device: torch.device, tokens: int, seed: int) -> Iterator[_Check]:
@@ -144,6 +153,8 @@ def _checks(device: torch.device, tokens: int, seed: int) -> Iterator[_Check]:
         run = partial(_converted, device, any_bytes[have], have, want_name)
         yield _Check(str(device), have, f"any bytes to {want_name}", tokens, run)
 
+    if _why_not("sparse_mla_decode", device) is not None:
+        return
     check = partial(_Check, str(device), "nvfp4_ds_mla")
     attended = max(tokens, 64)  # so many that no row is left without one
     run = partial(_attended, device, attended, seed)
