@@ -36,11 +36,11 @@ def test_a_cache_may_have_no_blocks_and_lies_on_the_default_device() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_blocks": -1, "block_size": 4}, "num_blocks must be at least 0, got -1"),
-        ({"num_blocks": 1, "block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"num_blocks": -1, "block_size": 4}, "num_blocks: wanted 0 or more, got -1"),
+        ({"num_blocks": 1, "block_size": 0}, "block_size: wanted 1 or more, got 0"),
         (
             {"num_blocks": 1, "block_size": 4, "num_layers": 0},
-            "num_layers must be at least 1, got 0",
+            "num_layers: wanted 1 or more, got 0",
         ),
     ],
 )
@@ -141,7 +141,7 @@ def test_tokens_written_by_slot_are_read_by_block_table(device: torch.device) ->
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"block_size": 0}, "block_size: wanted 1 or more, got 0"),
         (
             {"block_table": torch.zeros(2, 3)},
             "block_table must be int32 or int64, got torch.float32",

@@ -83,7 +83,7 @@ def slot_mapping_from_block_table(
 
 def _check_at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+        raise ValueError(f"{name}: wanted {least} or more, got {value}")
 
 
 def _check_table_and_positions(block_table: Tensor, positions: Tensor) -> None:
