@@ -82,6 +82,7 @@ build() {
   rm -rf "$package"
   mkdir -p "$package"
   cp -r python/nvfp4_dsmla "$package/"
+  cp -r tests/golden "$package/nvfp4_dsmla/"
   cp "$work"/build/_C*.so "$libraries"/libnvfp4_dsmla.so "$libraries"/libnvfp4_dsmla_cuda.so \
     "$package/nvfp4_dsmla/"
   "$python" -c 'import nvfp4_dsmla, torch
