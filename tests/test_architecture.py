@@ -76,6 +76,7 @@ PYTHON_MAY_IMPORT = {
     "_fake": {"layout"},
     "ops": {"layout", "_fake"},
     "cache": {"layout"},
+    "inductor": {"layout", "inductor"},
 }
 
 
