@@ -1,4 +1,4 @@
-// Both gathers: rows of a cache, decoded. A warp takes kRows consecutive rows.
+// Both gathers: rows of a cache, decoded. A warp takes one row or two consecutive ones.
 //
 //   1. lane i finds where row i's record is, or that there is none, all rows at once (locate.cuh);
 //   2. the warp loads every record's bytes, all rows before any is used;
@@ -40,15 +40,17 @@ struct RowPart {
   __device__ static int element(int step) { return (step * kWarpSize + lane_id()) * kPerLane; }
 
   // A missing record reads as zeros: a scale of zero makes every element +0.
+  template <bool kOnce>
   __device__ void load_from(const uint8_t* record) {
     using Rope = typename Codec::RopeWord;
     using Scale = typename Codec::ScaleWord;
-    rope = record == nullptr ? 0 : load_word<Rope, kWide>(Codec::rope_of(record));
+    if (record == nullptr) return;
+    rope = load_word<Rope, kWide, kOnce>(Codec::rope_of(record));
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int e = element(s);
-      codes[s] = record == nullptr ? 0 : load_word<Codes, kWide>(record + Codec::codes_at(e));
-      scales[s] = record == nullptr ? 0 : load_word<Scale, kWide>(record + Codec::scale_at(e));
+      codes[s] = load_word<Codes, kWide, kOnce>(record + Codec::codes_at(e));
+      scales[s] = load_word<Scale, kWide, kOnce>(record + Codec::scale_at(e));
     }
   }
 
@@ -71,9 +73,9 @@ struct RowPart {
     }
   }
 
-  Register<Codes> codes[kSteps];
-  Register<typename Codec::ScaleWord> scales[kSteps];
-  Register<typename Codec::RopeWord> rope;
+  Register<Codes> codes[kSteps] = {};
+  Register<typename Codec::ScaleWord> scales[kSteps] = {};
+  Register<typename Codec::RopeWord> rope = 0;
 };
 
 template <class Out>
@@ -82,15 +84,31 @@ struct Rows {
   int64_t stride;  // bytes
 };
 
-template <class Codec, class Out, bool kWide, int kRows, class Locator>
+// How the rows are shared out.
+template <int rows, int warps, bool once>
+struct Sharing {
+  static constexpr int kRows = rows;    // a warp
+  static constexpr int kWarps = warps;  // a block
+  static constexpr bool kOnce = once;   // records are not worth a cache
+};
+// Few rows: spread them. Many: nothing stays in a cache anyway. Two rows a warp share a look-up,
+// which pays where that is a search (docs/kernels.md).
+constexpr uint32_t kFewRows = 4096;
+using Few = Sharing<1, 4, false>;
+using Many = Sharing<1, 8, true>;
+using ManySearched = Sharing<2, 4, false>;
+
+template <class Codec, class Out, bool kWide, class Sharing, class Locator>
 __global__ void gather_kernel(const __grid_constant__ Locator locator, const Rows<Out> dst) {
+  constexpr int kRows = Sharing::kRows;
   const uint32_t first_row = warp_id() * kRows;
   if (first_row >= locator.num_rows) return;
   const auto mine = reinterpret_cast<uint64_t>(locator.template locate<kWide, kRows>(first_row));
   RowPart<Codec, Out, kWide> part[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    part[i].load_from(reinterpret_cast<const uint8_t*>(__shfl_sync(kFullWarp, mine, i)));
+    part[i].template load_from<Sharing::kOnce>(
+        reinterpret_cast<const uint8_t*>(__shfl_sync(kFullWarp, mine, i)));
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -100,26 +118,22 @@ __global__ void gather_kernel(const __grid_constant__ Locator locator, const Row
   }
 }
 
-// Few rows: spread them, a row a warp. Many: two rows a warp share a look-up and hide each other's
-// latency; four or eight were slower (docs/kernels.md).
-constexpr uint32_t kFewRows = 4096;
-constexpr uint32_t kWarpsPerBlock = 4;
-
 template <class Codec, class Out, class Params, class Locator>
 int launch_rows(const Params& p, int64_t dst_stride, const Locator& locator, CUstream_st* stream) {
   const Rows<Out> dst{static_cast<Out*>(p.dst), dst_stride * static_cast<int64_t>(sizeof(Out))};
-  const auto run = [&]<bool kWide, int kRows>() {
-    constexpr uint32_t kRowsPerBlock = kWarpsPerBlock * kRows;
+  const auto run = [&]<bool kWide, class Sharing>(Sharing) {
+    constexpr uint32_t kRowsPerBlock = Sharing::kWarps * Sharing::kRows;
     const uint32_t blocks = (locator.num_rows + kRowsPerBlock - 1) / kRowsPerBlock;
-    gather_kernel<Codec, Out, kWide, kRows>
-        <<<blocks, warps(kWarpsPerBlock), 0, stream>>>(locator, dst);
+    gather_kernel<Codec, Out, kWide, Sharing>
+        <<<blocks, warps(Sharing::kWarps), 0, stream>>>(locator, dst);
     return static_cast<int>(cudaGetLastError());
   };
   const bool wide = aligned(dst.data, 16) && dst.stride % 16 == 0 && fits_narrow(dst.stride) &&
                     records_aligned(p.cache, Codec::kRowLoadBytes) && locator.strides_narrow();
-  if (!wide) return run.template operator()<false, 1>();
-  return locator.num_rows <= kFewRows ? run.template operator()<true, 1>()
-                                      : run.template operator()<true, 2>();
+  if (!wide) return run.template operator()<false>(Few{});
+  if (locator.num_rows <= kFewRows) return run.template operator()<true>(Few{});
+  return locator.searches() ? run.template operator()<true>(ManySearched{})
+                            : run.template operator()<true>(Many{});
 }
 
 template <class Codec, class Params, class Locator>

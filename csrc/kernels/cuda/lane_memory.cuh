@@ -15,10 +15,12 @@ namespace nvfp4_dsmla::cuda {
 template <class Word>
 using Register = std::conditional_t<(sizeof(Word) < sizeof(uint32_t)), uint32_t, Word>;
 
-template <class Word, bool kWide>
+// kOnce: what is read is not read again soon, and the caches may let go of it first.
+template <class Word, bool kWide, bool kOnce = false>
 __device__ Word load_word(const uint8_t* from) {
   if constexpr (kWide || sizeof(Word) == 1) {
-    return __ldg(reinterpret_cast<const Word*>(from));
+    const auto* word = reinterpret_cast<const Word*>(from);
+    return kOnce ? __ldcs(word) : __ldg(word);
   } else {
     Word word = 0;
 #pragma unroll

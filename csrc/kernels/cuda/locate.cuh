@@ -26,6 +26,7 @@ struct SlotLocator {
   }
 
   bool strides_narrow() const { return true; }
+  bool searches() const { return false; }
 
   DeviceCache<const uint8_t> cache;
   IndexVector slots;
@@ -60,9 +61,9 @@ struct RequestLocator {
   template <bool kNarrow, int kRows>
   __device__ const uint8_t* locate(uint32_t first_row) const {
     const uint32_t row = first_row + min(lane_id(), kRows - 1);
-    const Request request = num_requests <= kWarpSize
-                                ? find_among_few<kNarrow, kRows>(static_cast<int>(first_row))
-                                : find_among_many<kNarrow>(static_cast<int>(first_row), row);
+    const Request request = searches()
+                                ? find_among_many<kNarrow>(static_cast<int>(first_row), row)
+                                : find_among_few<kNarrow, kRows>(static_cast<int>(first_row));
     if (row >= num_rows || request.index < 0) return nullptr;
     const int64_t token = int64_t{request.first_token} + row - request.first_row;
     if (token < 0 || token > INT32_MAX) return nullptr;
@@ -80,6 +81,9 @@ struct RequestLocator {
     return fits_narrow(starts.stride) && fits_narrow(first_tokens.stride) &&
            fits_narrow(block_table.stride) && fits_narrow(block_table_column_stride);
   }
+
+  // A look-up takes more than one vote.
+  __host__ __device__ bool searches() const { return num_requests > kWarpSize; }
 
   struct Request {
     int index;  // -1: the row belongs to none
