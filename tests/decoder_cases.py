@@ -39,6 +39,10 @@ CONFIG = Config(
     vocab=80,
     max_positions=128,
 )
+# Inductor with its passes, its scheduling and its reuse of memory, and PyTorch's own kernels in the
+# place of fused ones: what it computes is then eager code's to the bit.
+UNFUSED = {"fallback_by_default": True, "selective_decompose": True}
+
 # Sizes that nothing else has: what is as large as a pool in compiled code is a copy of one.
 NUM_BLOCKS = 61
 BLOCK_SIZE = 7
