@@ -15,6 +15,7 @@ from benchmarks import cpu as cpu_benchmark
 from benchmarks import decode as decode_benchmark
 from benchmarks import fused as fused_benchmark
 from benchmarks import host as host_benchmark
+from benchmarks import step as step_benchmark
 from benchmarks.plot import draw
 from benchmarks.report import Report, Result, progress_line
 
@@ -67,6 +68,18 @@ def decode(
     _measure([lambda: decode_benchmark.run(on, quick=quick)], json, plot, out)
 
 
+def step(
+    device: Device = "",
+    quick: Quick = False,
+    json: Json = None,
+    plot: Plot = None,
+    out: Out = None,
+) -> None:
+    """Time a model's whole decode step: eager, compiled and as CUDA graphs."""
+    on = _device(device)
+    _measure([lambda: step_benchmark.run(on, quick=quick)], json, plot, out)
+
+
 def host(
     device: Device = "",
     quick: Quick = False,
@@ -98,6 +111,7 @@ def run_all(
             lambda: cache_benchmark.run(on, quick=quick),
             lambda: fused_benchmark.run(on, quick=quick),
             lambda: decode_benchmark.run(on, quick=quick),
+            lambda: step_benchmark.run(on, quick=quick),
             lambda: host_benchmark.run(on, quick=quick),
             lambda: cpu_benchmark.run(quick=quick),
         ],
@@ -146,7 +160,7 @@ def _print_tables(report: Report) -> None:
         console.print(table)
 
 
-for command in (cache, fused, decode, host, cpu, show):
+for command in (cache, fused, decode, step, host, cpu, show):
     app.command()(command)
 app.command("all")(run_all)
 

@@ -159,3 +159,27 @@ class HostCost:
     @staticmethod
     def from_json(data: dict[str, Any]) -> HostCost:
         return HostCost(**{**data, "timing": Timing(**data["timing"])})
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What a decode step of a whole model takes, from the call to its end, by the host's clock.
+
+    cache: its format. how: eager, compiled, or as which CUDA graph. context: of the longest
+    request, in tokens.
+    """
+
+    cache: str
+    how: str
+    layers: int
+    batch: int
+    context: int
+    device: str
+    timing: Timing
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> StepTime:
+        return StepTime(**{**data, "timing": Timing(**data["timing"])})

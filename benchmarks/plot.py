@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import SubFigure
 
-    from benchmarks.comparison import Comparison, DecodeComparison, HostCost
+    from benchmarks.comparison import Comparison, DecodeComparison, HostCost, StepTime
     from benchmarks.report import Report
+    from benchmarks.timing import Timing
 
 PANEL_INCHES = 4.5
 SERIES = (OURS, COPY, *BASELINES, EMPTY)
@@ -21,7 +22,7 @@ Row = dict[str, list["Comparison"]]  # a panel's title -> its comparisons, by to
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draws a PNG: times over tokens and the share of the copy's speed, decodes, the host's costs.
+    """Draws a PNG: times over tokens and the share of the copy's speed, decodes, steps, host costs.
 
     Raises:
         ValueError: the report holds nothing to draw.
@@ -33,7 +34,9 @@ def draw(report: Report, path: Path) -> None:
 
     rows = rows_of(report.comparisons)
     decodes = panels_of(report.decodes)
-    heights = [1.8] * (len(rows) + bool(decodes)) + [1.0] * bool(report.host_costs)
+    bars = [bars_of_steps(report.steps)] if report.steps else []
+    bars += [bars_of_host_costs(report.host_costs)] if report.host_costs else []
+    heights = [1.8] * (len(rows) + bool(decodes)) + [1.0] * len(bars)
     if not heights:
         raise ValueError("nothing to draw: the report holds no comparison of a plain case")
     size = (3 * PANEL_INCHES, PANEL_INCHES * sum(heights))
@@ -47,8 +50,8 @@ def draw(report: Report, path: Path) -> None:
         _draw_comparisons(part, row)
     if decodes:
         _draw_decodes(parts[len(rows)], decodes)
-    if report.host_costs:
-        _draw_host_costs(parts[-1], report.host_costs)
+    for part, (title, timings) in zip(parts[len(parts) - len(bars) :], bars, strict=True):
+        _draw_bars(part, title, timings)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -123,10 +126,23 @@ def _draw_comparisons(part: SubFigure, row: Row) -> None:
             axis.grid(visible=True, alpha=0.3)
 
 
-def _draw_host_costs(part: SubFigure, costs: list[HostCost]) -> None:
+def bars_of_steps(steps: list[StepTime]) -> tuple[str, dict[str, Timing]]:
+    """A title, and a name for each time."""
+    names = (f"{c.layers} layers, b {c.batch}: {c.cache}, {c.how}" for c in steps)
+    timings = dict(zip(names, (c.timing for c in steps), strict=True))
+    return f"a decode step on {steps[0].device}", timings
+
+
+def bars_of_host_costs(costs: list[HostCost]) -> tuple[str, dict[str, Timing]]:
+    """The same of the host's costs."""
+    names = (f"{c.op}, {c.where}, {c.tokens} tokens: {c.subject}" for c in costs)
+    timings = dict(zip(names, (c.timing for c in costs), strict=True))
+    return f"host cost on {costs[0].device}", timings
+
+
+def _draw_bars(part: SubFigure, title: str, timings: dict[str, Timing]) -> None:
     axis = part.subplots()
-    names = [f"{c.op}, {c.where}, {c.tokens} tokens: {c.subject}" for c in costs]
-    bars = axis.barh(names, [c.timing.us for c in costs])
+    bars = axis.barh(list(timings), [timing.us for timing in timings.values()])
     axis.bar_label(bars, fmt="%.2f", padding=3)
     axis.invert_yaxis()
-    axis.set(title=f"host cost on {costs[0].device}", xlabel="microseconds a call")
+    axis.set(title=title, xlabel="microseconds a call")

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import nvfp4_dsmla
-from benchmarks.comparison import MATRIX_TFLOPS, Comparison, DecodeComparison, HostCost
+from benchmarks.comparison import (
+    MATRIX_TFLOPS,
+    Comparison,
+    DecodeComparison,
+    HostCost,
+    StepTime,
+)
 from benchmarks.subjects import (
     BASELINES,
     COMPILED,
@@ -29,7 +35,7 @@ from benchmarks.subjects import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-Result = Comparison | DecodeComparison | HostCost
+Result = Comparison | DecodeComparison | HostCost | StepTime
 
 
 def machine_facts() -> dict[str, Any]:
@@ -84,22 +90,26 @@ class Report:
     comparisons: list[Comparison] = field(default_factory=list)
     decodes: list[DecodeComparison] = field(default_factory=list)
     host_costs: list[HostCost] = field(default_factory=list)
+    steps: list[StepTime] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
         if isinstance(result, Comparison):
             self.comparisons.append(result)
         elif isinstance(result, DecodeComparison):
             self.decodes.append(result)
+        elif isinstance(result, StepTime):
+            self.steps.append(result)
         else:
             self.host_costs.append(result)
 
     def save(self, path: Path) -> None:
-        """Writes JSON: machine, comparisons, decodes, host_costs."""
+        """Writes JSON: machine, comparisons, decodes, host_costs, steps."""
         data = {
             "machine": self.machine,
             "comparisons": [c.to_json() for c in self.comparisons],
             "decodes": [c.to_json() for c in self.decodes],
             "host_costs": [c.to_json() for c in self.host_costs],
+            "steps": [c.to_json() for c in self.steps],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -113,15 +123,17 @@ class Report:
             comparisons=[Comparison.from_json(c) for c in data["comparisons"]],
             decodes=[DecodeComparison.from_json(c) for c in data["decodes"]],
             host_costs=[HostCost.from_json(c) for c in data["host_costs"]],
+            steps=[StepTime.from_json(c) for c in data["steps"]],
         )
 
     def tables(self) -> list[Table]:
-        """For rich: one of each kind of comparison, one of the decodes, one of the host's costs."""
+        """For rich: one of each kind of comparison, and of decodes, steps and the host's costs."""
         groups: dict[tuple[str, int | None], list[Comparison]] = {}
         for c in self.comparisons:
             groups.setdefault((c.benchmark, c.threads), []).append(c)
         tables = [_comparison_table(group) for group in groups.values()]
         tables += [_decode_table(self.decodes)] if self.decodes else []
+        tables += [_step_table(self.steps)] if self.steps else []
         return [*tables, _host_table(self.host_costs)] if self.host_costs else tables
 
 
@@ -130,6 +142,9 @@ def progress_line(result: Result) -> str:
     if isinstance(result, HostCost):
         what = f"{result.op}, {result.where}, {result.subject}, {result.tokens} tokens"
         return f"{what}: {result.timing.us:.2f} us"
+    if isinstance(result, StepTime):
+        what = f"{result.layers} layers, b {result.batch}, {result.cache}, {result.how}"
+        return f"step, {what}: {result.timing.us:,.0f} us"
     if isinstance(result, DecodeComparison):
         return _decode_line(result)
     case = result.case
@@ -206,6 +221,19 @@ def _decode_table(decodes: list[DecodeComparison]) -> Table:
             "" if c.percent_of_floor is None else f"{c.percent_of_floor:.1f}",
             *(f"{faster[name]:.2f}" if name in faster else "" for name in baselines),
         )
+    return table
+
+
+def _step_table(steps: list[StepTime]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"step on {steps[0].device}: from the call to its end")
+    for name in ("layers", "b", "longest context", "cache", "how", "us", "10% .. 90%"):
+        table.add_column(name, justify="left" if name in ("cache", "how") else "right")
+    for c in steps:
+        spread = f"{_number(c.timing.low)} .. {_number(c.timing.high)}"
+        sizes = (f"{n:,}" for n in (c.layers, c.batch, c.context))
+        table.add_row(*sizes, c.cache, c.how, _number(c.timing.us), spread)
     return table
 
 

@@ -14,9 +14,9 @@ import torch
 import nvfp4_dsmla
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `pytest` alone doesn't put the checkout there
-from benchmarks import cpu, decode, fused, subjects
+from benchmarks import cpu, decode, fused, step, subjects
 from benchmarks.cases import Case, DecodeCase, buffer_sets, decode_cases, device_cases
-from benchmarks.comparison import Comparison, DecodeComparison, HostCost
+from benchmarks.comparison import Comparison, DecodeComparison, HostCost, StepTime
 from benchmarks.report import Report, progress_line
 from benchmarks.timing import Timing, time_calls, time_loops
 
@@ -49,6 +49,7 @@ KNOWN_DECODE = DecodeComparison(
     timings={subjects.OURS: took(100.0), subjects.COPY: took(25.0), subjects.SDPA: took(900.0)},
 )
 HOST_COST = HostCost("write", "an op", "eager", 0, "cpu", took(3.0))
+STEP_TIME = StepTime("nvfp4_ds_mla", "eager", 2, 8, 8192, "cpu", took(4321.0))
 
 
 def test_what_follows_from_known_times() -> None:
@@ -206,6 +207,23 @@ def test_a_wrong_decode_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         decode.check(case, buffers)
 
 
+@pytest.mark.parametrize("cache", step.CACHES)
+def test_a_wrong_step_is_not_timed(cache: str) -> None:
+    (case,) = step.cases(CPU, quick=True)
+    decoder = step.filled_decoder(case, cache, CPU)
+    steps = step.random_steps(case, CPU)
+    assert len(steps) == step.STEPS
+    assert max(int(one.seq_lens.max()) for one in steps) <= case.context
+    step.check(case, {step.EAGER: decoder, "again": decoder}, steps[0])
+
+    def other(*inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = decoder(*inputs)
+        return logits.roll(1, dims=-1)
+
+    with pytest.raises(AssertionError, match="other and eager differ"):
+        step.check(case, {step.EAGER: decoder, "other": other}, steps[0])
+
+
 def test_a_wrong_op_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("write", 3)
     (buffers,) = buffer_sets(case, CPU, 1)
@@ -247,6 +265,7 @@ def measured() -> Report:
     for decode_case in decode.CPU_CASES:
         report.add(decode.measure_on_cpu(decode_case, seconds=0.0))
     report.add(HOST_COST)
+    report.add(STEP_TIME)
     return report
 
 
@@ -254,7 +273,7 @@ def test_the_file_has_what_it_is_to_have(measured: Report, tmp_path: Path) -> No
     path = tmp_path / "new folder" / "results.json"
     measured.save(path)
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert set(data) == {"machine", "comparisons", "decodes", "host_costs"}
+    assert set(data) == {"machine", "comparisons", "decodes", "host_costs", "steps"}
     assert {"date", "commit", "torch", "python", "cpu", "cpu_threads"} <= set(data["machine"])
     *cpu_comparisons, of_fused = data["comparisons"]
     assert len(cpu_comparisons) == 3
@@ -281,6 +300,7 @@ def test_the_plot_is_a_png(measured: Report, tmp_path: Path) -> None:
     for name, report in {
         "all": measured,
         "host": Report(machine=measured.machine, host_costs=[HOST_COST]),
+        "steps": Report(machine=measured.machine, steps=[STEP_TIME]),
         "comparisons": Report(machine=measured.machine, comparisons=[KNOWN]),
         "decodes": Report(machine=measured.machine, decodes=[KNOWN_DECODE]),
     }.items():
@@ -294,11 +314,11 @@ def test_the_plot_is_a_png(measured: Report, tmp_path: Path) -> None:
 def test_the_tables_show_the_numbers(measured: Report) -> None:
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=300)
-    report = Report(measured.machine, [KNOWN], [KNOWN_DECODE], [HOST_COST])
+    report = Report(measured.machine, [KNOWN], [KNOWN_DECODE], [HOST_COST], [STEP_TIME])
     with console.capture() as captured:
         console.print(*report.tables())
     text = captured.get()
-    for number in ("75.0", "15.00", "756", "3.00", "365.1", "0.923", "46.2", "9.00"):
+    for number in ("75.0", "15.00", "756", "3.00", "365.1", "0.923", "46.2", "9.00", "4,321"):
         assert f" {number} " in text
 
 
@@ -315,6 +335,6 @@ def test_the_command_line_prints_a_saved_report(measured: Report, tmp_path: Path
     assert result.exit_code == 0, result.output
     assert "gather, 16 requests" in result.output
     assert picture.is_file()
-    for command in ("cache", "fused", "decode", "host", "cpu", "all"):
+    for command in ("cache", "fused", "decode", "step", "host", "cpu", "all"):
         help_of = testing.CliRunner().invoke(app, [command, "--help"])
         assert help_of.exit_code == 0, help_of.output
