@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -180,3 +181,19 @@ def test_requests_share_no_block_and_stay_in_their_table() -> None:
         assert int(step.seq_lens.max()) <= 4 * BLOCK_SIZE
         sizes.add(int((step.seq_lens > 0).sum()))
     assert {3, 4, 5} <= sizes
+
+
+def test_the_demo_prints_a_row_a_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Uncompiled: that is for test_decoder_compile.py."""
+    pytest.importorskip("rich")
+    from deepseek import run
+
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr("sys.argv", ["run.py", "--steps", "7", "--batch", "3"])
+    assert run.main() == 0
+    printed = capsys.readouterr().out
+    for number in range(7):
+        assert re.search(rf"^\W+{number}\b", printed, flags=re.M)
+    assert "A token takes 352 bytes a layer, and 1152 in bf16." in printed

@@ -103,11 +103,11 @@ class Traffic:
         """The next step, of up to `new_tokens` tokens of each request."""
         longest = self.max_blocks * self.pages.block_size
         for request in list(self.requests):
-            if len(request.tokens) + new_tokens > longest or self.random.random() < 0.02:
+            if len(request.tokens) + new_tokens > longest or self.random.random() < 0.1:
                 self.pages.release(request)
                 self.requests.remove(request)
         for _ in range(self.batch - len(self.requests)):
-            if not self.requests or self.random.random() < 0.7:
+            if not self.requests or self.random.random() < 0.5:
                 cached = self.random.randint(0, self.context)
                 self.requests.append(Request([0] * cached, cached))
         for request in self.requests:
