@@ -192,7 +192,7 @@ __global__ void fused_write_kernel(const __grid_constant__ FusedTokens t) {
 
 // A warp's tokens share its weights, which pays where there are more warps than run at a time.
 constexpr uint32_t kManyTokens = 32'768;
-constexpr uint32_t kTokensPerWarp = 8;
+constexpr uint32_t kTokensPerWarp = 4;
 
 template <class In, class Stored>
 int launch(const FusedWriteParams& p, CUstream_st* stream) {
