@@ -15,6 +15,7 @@ from benchmarks import cpu as cpu_benchmark
 from benchmarks import decode as decode_benchmark
 from benchmarks import fused as fused_benchmark
 from benchmarks import host as host_benchmark
+from benchmarks import package as package_benchmark
 from benchmarks import step as step_benchmark
 from benchmarks.plot import draw
 from benchmarks.report import Report, Result, progress_line
@@ -92,6 +93,12 @@ def host(
     _measure([lambda: host_benchmark.run(on, quick=quick)], json, plot, out)
 
 
+def package(device: Device = "", json: Json = None) -> None:
+    """Time what a call costs in a package of AOTInductor. Not among all."""
+    on = _device(device)
+    _measure([lambda: package_benchmark.run(on)], json, None, None)
+
+
 def cpu(quick: Quick = False, json: Json = None, plot: Plot = None, out: Out = None) -> None:
     """Time the CPU's kernels on one thread and on all."""
     _measure([lambda: cpu_benchmark.run(quick=quick)], json, plot, out)
@@ -104,7 +111,7 @@ def run_all(
     plot: Plot = None,
     out: Out = None,
 ) -> None:
-    """Do all of them."""
+    """Do all of them but `package`."""
     on = _device(device)
     _measure(
         [
@@ -160,7 +167,7 @@ def _print_tables(report: Report) -> None:
         console.print(table)
 
 
-for command in (cache, fused, decode, step, host, cpu, show):
+for command in (cache, fused, decode, step, host, package, cpu, show):
     app.command()(command)
 app.command("all")(run_all)
 

@@ -142,7 +142,8 @@ class DecodeComparison:
 class HostCost:
     """What a call costs the host before any work is done.
 
-    where: "eager", a call from Python, or "compiled", one op more in a torch.compile'd function.
+    where: "eager", a call from Python; "compiled", one op more in a torch.compile'd function;
+        "packaged", one more in a package of AOTInductor.
     tokens: 0 checks and dispatches and does nothing; 1 does the least work, on a GPU a launch.
     """
 

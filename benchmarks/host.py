@@ -126,6 +126,11 @@ def compiled_cost(overload: Callable[..., object], arguments: tuple[Any, ...]) -
         with torch.no_grad():
             return time_loops({"": lambda: compiled(*arguments)})[""]
 
+    return cost_of_one(time_of)
+
+
+def cost_of_one(time_of: Callable[[int], Timing]) -> Timing:
+    """What one op costs where so many of them take `time_of`."""
     many, one = time_of(LAYERS), time_of(1)
     more = LAYERS - 1
     return Timing(

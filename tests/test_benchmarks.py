@@ -335,6 +335,6 @@ def test_the_command_line_prints_a_saved_report(measured: Report, tmp_path: Path
     assert result.exit_code == 0, result.output
     assert "gather, 16 requests" in result.output
     assert picture.is_file()
-    for command in ("cache", "fused", "decode", "step", "host", "cpu", "all"):
+    for command in ("cache", "fused", "decode", "step", "host", "package", "cpu", "all"):
         help_of = testing.CliRunner().invoke(app, [command, "--help"])
         assert help_of.exit_code == 0, help_of.output
