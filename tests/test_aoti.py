@@ -5,15 +5,18 @@ With and without the C entry points, which `aoti.c_shims` makes the package call
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import nvfp4_dsmla
-from compare import assert_latents_equal
+from compare import assert_latents_equal, assert_records_equal
 from decode_cases import random_tokens
 from fused_cases import cos_sin_table
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning"),  # PyTorch's own
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
     pytest.mark.slow,
 ]
 
@@ -175,6 +179,30 @@ def test_a_package_gives_eager_bits_in_the_callers_caches(
             assert_latents_equal(got, want)
         for name in CACHES:
             assert torch.equal(mine[name], eager.get_buffer(name)), name
+
+
+def test_a_package_without_the_ops_says_what_it_wants(packages: dict[str, Path]) -> None:
+    """For direct calls see test_example_aoti_cpp.py."""
+    code = f"import torch; torch._inductor.aoti_load_package({str(packages['dispatched'])!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "Could not find schema for nvfp4_dsmla::" in done.stderr
+
+
+def test_cpp_wrapper_calls_the_entry_points_too(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    def write(x: Tensor, pool: Tensor, slots: Tensor) -> None:
+        OPS.concat_and_cache_nvfp4_ds_mla(x[:, :NOPE_DIM], x[:, NOPE_DIM:], pool, slots, 2)
+
+    x, slots, *_ = make_inputs(4, generator, device)
+    pool, want = (EveryOp().to(device).get_buffer("nvfp4") for _ in range(2))
+    options = {**nvfp4_dsmla.aoti.c_shims(), "cpp_wrapper": True}
+    compiled = torch.compile(write, options=options)
+    _, (code,) = run_and_get_code(compiled, x, pool, slots)
+    assert f"(aoti_torch_{device.type}_concat_and_cache_nvfp4_ds_mla(" in code
+    write(x, want, slots)
+    assert_records_equal(pool, want)
 
 
 @KINDS

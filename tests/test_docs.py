@@ -45,6 +45,7 @@ def found(name: str) -> Any:
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # PyTorch's own
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -57,7 +58,12 @@ def test_the_python_of_a_page_runs(
 
 
 def test_the_pages_with_python_are_found() -> None:
-    assert {page.name for page in WITH_PYTHON} >= {"format.md", "engines.md", "cli.md"}
+    assert {page.name for page in WITH_PYTHON} >= {
+        "format.md",
+        "engines.md",
+        "cli.md",
+        "compile.md",
+    }
 
 
 def test_a_screen_is_what_the_command_prints(
