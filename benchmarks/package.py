@@ -15,11 +15,11 @@ import torch
 import nvfp4_dsmla
 from benchmarks.comparison import HostCost
 from benchmarks.host import LAYERS, OP, cost_of_one
-from benchmarks.timing import Timing, time_loops
+from benchmarks.timing import time_loops
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, ROPE_DIM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -41,7 +41,7 @@ class Writes(torch.nn.Module):
 
 
 def run(device: torch.device) -> Iterator[HostCost]:
-    """Measures both ways; each needs two packages, which take a while to compile."""
+    """Measures both ways, in turns; each needs two packages, which take a while to compile."""
     pool = nvfp4_dsmla.allocate_kv_cache(
         num_layers=LAYERS, num_blocks=4, block_size=64, device=device
     )
@@ -49,17 +49,28 @@ def run(device: torch.device) -> Iterator[HostCost]:
     kv_c, k_pe = (part.contiguous() for part in token.split([NOPE_DIM, ROPE_DIM], dim=1))
     arguments = (kv_c, k_pe, pool, torch.full((1,), -1, device=device))
     ways: dict[str, dict[str, Any]] = {OP: {}, DIRECT: nvfp4_dsmla.aoti.c_shims()}
-    for subject, options in ways.items():
-        timing = cost_of_one(partial(_time, arguments, options))
+    with torch.no_grad():
+        timings = time_loops(
+            {
+                f"{subject}, {count}": partial(_package(count, arguments, options), *arguments)
+                for subject, options in ways.items()
+                for count in (1, LAYERS)
+            }
+        )
+    for subject in ways:
+        times = {count: timings[f"{subject}, {count}"] for count in (1, LAYERS)}
+        timing = cost_of_one(times.__getitem__)
         yield HostCost("write", subject, "packaged", 1, device.type, timing)
 
 
-def _time(arguments: tuple[Tensor, ...], options: dict[str, Any], count: int) -> Timing:
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        exported = torch.export.export(Writes(count), arguments)
+def _package(
+    count: int, arguments: tuple[Tensor, ...], options: dict[str, Any]
+) -> Callable[..., Tensor]:
+    exported = torch.export.export(Writes(count), arguments)
+    with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "writes.pt2")
         torch._inductor.aoti_compile_and_package(
             exported, package_path=path, inductor_configs=options
         )
-        package = torch._inductor.aoti_load_package(path)
-        return time_loops({"": lambda: package(*arguments)})[""]
+        package: Callable[..., Tensor] = torch._inductor.aoti_load_package(path)
+    return package
