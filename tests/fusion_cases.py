@@ -88,6 +88,20 @@ def narrow_inverse_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(mean + EPS).to(x.dtype) * weight
 
 
+def norm_with_narrow_root(x: Tensor, weight: Tensor) -> Tensor:
+    """Rounds nothing but 1 / rms."""
+    wide = x.float()
+    root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return (wide * root.to(x.dtype) * weight.float()).to(x.dtype)
+
+
+def norm_with_narrow_mean(x: Tensor, weight: Tensor) -> Tensor:
+    """Rounds nothing but the mean."""
+    wide = x.float()
+    mean = wide.pow(2).mean(-1, keepdim=True).to(x.dtype)
+    return (wide * torch.rsqrt(mean.float() + EPS) * weight.float()).to(x.dtype)
+
+
 # What the norm is of, and by, where it is not x and weight.
 NORM_INPUTS: dict[Norm, Norm] = {
     norm_of_a_sum: lambda x, weight: x + 2 * weight,
@@ -106,7 +120,13 @@ EXACT_NORMS = [
     norm_of_a_product,
     second_norm,
 ]
-ROUNDED_NORMS = [hugging_face_norm, narrow_norm, narrow_inverse_norm]
+ROUNDED_NORMS = [
+    hugging_face_norm,
+    narrow_norm,
+    narrow_inverse_norm,
+    norm_with_narrow_root,
+    norm_with_narrow_mean,
+]
 
 
 # ---- rotations ---------------------------------------------------------------------------------
@@ -341,6 +361,25 @@ NEAR_MISSES = {
     "mean_of_a_half": _norm_miss(
         lambda x, w: (_normed(x, x[..., : NOPE_DIM // 2]) * w).type_as(x), "kv_c: wanted"
     ),
+    "mean_of_more_columns": _norm_miss(
+        lambda x, w: (_normed(x, torch.cat((x, 2 * x[:, :HALF]), dim=-1)) * w).type_as(x),
+        "kv_c: wanted the mean over the same 512 columns",
+    ),
+    "mean_of_all_tokens": _norm_miss(
+        lambda x, w: (x.float() * torch.rsqrt(x.float().pow(2).mean() + EPS) * w).type_as(x),
+        A_FACTOR,
+    ),
+    "mean_of_the_tokens_too": _norm_miss(
+        lambda x, w: (
+            x.float() * torch.rsqrt(x.float().pow(2).mean((0, 1), keepdim=True) + EPS) * w
+        ).type_as(x),
+        A_FACTOR,
+    ),
+    "every_other_column": _norm_miss(
+        # What is side by side is their copy in fp32, and the key is not in fp32.
+        lambda x, w: deepseek_norm(torch.cat((x, x), dim=-1).sigmoid()[:, ::2], w),
+        "k_pe: wanted the type of the latent",
+    ),
     "negative": _norm_miss(lambda x, w: -deepseek_norm(x, w), "kv_c: wanted x / sqrt"),
     "plus_a_bias": _norm_miss(
         lambda x, w: (_normed(x, x) * w + w).type_as(x), "kv_c: wanted x / sqrt"
@@ -360,9 +399,21 @@ NEAR_MISSES = {
     "rounded_to_another_type": _norm_miss(
         lambda x, w: deepseek_norm(x, w).half(), "kv_c: wanted torch.bfloat16"
     ),
+    "bits_as_another_type": _norm_miss(
+        lambda x, w: deepseek_norm(x, w).view(torch.float16), "kv_c: wanted x / sqrt"
+    ),
     "no_rotation": _rotation_miss(lambda x, _: x * 2, A_TURN),
     "the_other_direction": _rotation_miss(
         lambda x, cs: _turned(x, cs[:, :HALF], -cs[:, HALF:]), A_TURN
+    ),
+    "the_other_direction_rounded": _rotation_miss(
+        lambda x, cs: _turned(x, cs[:, :HALF], (-cs[:, HALF:]).to(x.dtype)), A_TURN
+    ),
+    "nothing_subtracted": _rotation_miss(
+        lambda x, cs: (
+            x * cs[:, :HALF].repeat(1, 2) + x.roll(HALF, -1) * cs[:, HALF:].repeat(1, 2)
+        ).to(x.dtype),
+        A_TURN,
     ),
     "half_of_the_dims": _rotation_miss(
         lambda x, cs: torch.cat((halves_rotation(x, cs)[:, :HALF], x[:, HALF:]), dim=-1),

@@ -195,6 +195,19 @@ def test_left(chain: Chain, generator: torch.Generator, caplog: pytest.LogCaptur
     check_left(chain, random_arguments(generator, CPU), f": {LEFT[chain]}", caplog)
 
 
+def test_requests_in_another_order(
+    generator: torch.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The latents' axes of requests and tokens are exchanged, the keys' are not."""
+
+    def chain(x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        kv_c, k_pe = plain(x, *others)
+        return kv_c.transpose(0, 1), k_pe
+
+    arguments = random_arguments(generator, CPU, shape=(2, 5))
+    check_left(chain, arguments, ": kv_c: wanted x / sqrt", caplog)
+
+
 @pytest.mark.parametrize("norm", ROUNDED_NORMS, ids=name_of)
 def test_early_roundings_that_inductor_is_told_to_keep(
     norm: Norm,
