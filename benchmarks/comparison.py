@@ -167,7 +167,7 @@ class StepTime:
     """What a decode step of a whole model takes, from the call to its end, by the host's clock.
 
     cache: its format. how: eager, compiled, or as which CUDA graph. context: of the longest
-    request, in tokens.
+    request, in tokens. launches: kernels and copies on a GPU.
     """
 
     cache: str
@@ -177,6 +177,7 @@ class StepTime:
     context: int
     device: str
     timing: Timing
+    launches: int | None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

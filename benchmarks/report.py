@@ -228,12 +228,13 @@ def _step_table(steps: list[StepTime]) -> Table:
     from rich.table import Table
 
     table = Table(title=f"step on {steps[0].device}: from the call to its end")
-    for name in ("layers", "b", "longest context", "cache", "how", "us", "10% .. 90%"):
+    for name in ("layers", "b", "longest context", "cache", "how", "us", "10% .. 90%", "launches"):
         table.add_column(name, justify="left" if name in ("cache", "how") else "right")
     for c in steps:
         spread = f"{_number(c.timing.low)} .. {_number(c.timing.high)}"
         sizes = (f"{n:,}" for n in (c.layers, c.batch, c.context))
-        table.add_row(*sizes, c.cache, c.how, _number(c.timing.us), spread)
+        launches = "" if c.launches is None else f"{c.launches:,}"
+        table.add_row(*sizes, c.cache, c.how, _number(c.timing.us), spread, launches)
     return table
 
 

@@ -1,6 +1,8 @@
 """A whole decode step of examples/deepseek, over the packed cache and over one in bfloat16.
 
 Eager, compiled, and as CUDA graphs: the compiled step captured by hand, and by reduce-overhead.
+Over the packed cache also with norms and rotations fused into the writes.
+
 The two caches differ in the latents' write and in attention; the rest of the step is the same. On a
 GPU the sizes are those of DeepSeek-V3.2's layers on one of eight tensor-parallel ranks, with dense
 MLPs.
@@ -17,6 +19,7 @@ import torch
 
 from benchmarks.comparison import StepTime
 from benchmarks.timing import time_calls
+from nvfp4_dsmla.inductor import FusionPass
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -41,7 +44,9 @@ CACHES: dict[str, type[NvFp4Cache | BFloat16Cache]] = {
 }
 EAGER = "eager"
 COMPILED = "compiled"
+FUSED = "compiled, fused"
 GRAPH = "compiled, captured"
+FUSED_GRAPH = "compiled, fused, captured"
 REDUCE_OVERHEAD = "reduce-overhead"
 
 BLOCK_SIZE = 64
@@ -101,9 +106,13 @@ def measure(
         timings = time_calls(
             calls, finish=torch.cuda.synchronize if on_gpu else None, seconds=seconds
         )
-    layers = case.config.num_layers
+        launches = {
+            how: count_launches(function, steps[0]) if on_gpu else None
+            for how, function in functions.items()
+        }
+    of_case = (case.config.num_layers, case.batch, case.context, device.type)
     for how, timing in timings.items():
-        yield StepTime(cache, how, layers, case.batch, case.context, device.type, timing)
+        yield StepTime(cache, how, *of_case, timing, launches[how])
 
 
 def filled_decoder(case: StepCase, cache: str, device: torch.device) -> Decoder:
@@ -136,16 +145,25 @@ def random_steps(case: StepCase, device: torch.device) -> list[Step]:
 def ways(decoder: Decoder, step: Step) -> dict[str, StepFunction]:
     """The step's function, each way; those with graphs on a GPU alone."""
     torch.compiler.reset()
-    compiled = torch.compile(decoder, dynamic=False, fullgraph=True)
-    if not step.tokens.is_cuda:
-        return {EAGER: decoder, COMPILED: compiled}
-    reduced = torch.compile(decoder, mode="reduce-overhead", dynamic=False, fullgraph=True)
-    return {
-        EAGER: decoder,
-        COMPILED: compiled,
-        GRAPH: captured(compiled, step),
-        REDUCE_OVERHEAD: reduced,
+    compiled: dict[str, StepFunction] = {
+        COMPILED: torch.compile(decoder, dynamic=False, fullgraph=True)
     }
+    if isinstance(decoder.cache, NvFp4Cache):
+        compiled[FUSED] = torch.compile(
+            decoder,
+            dynamic=False,
+            fullgraph=True,
+            options={"joint_custom_pre_pass": FusionPass()},
+        )
+    if not step.tokens.is_cuda:
+        return {EAGER: decoder, **compiled}
+    graphs = {
+        name: captured(compiled[how], step)
+        for name, how in ((GRAPH, COMPILED), (FUSED_GRAPH, FUSED))
+        if how in compiled
+    }
+    reduced = torch.compile(decoder, mode="reduce-overhead", dynamic=False, fullgraph=True)
+    return {EAGER: decoder, **compiled, **graphs, REDUCE_OVERHEAD: reduced}
 
 
 def captured(function: StepFunction, step: Step) -> StepFunction:
@@ -167,6 +185,16 @@ def captured(function: StepFunction, step: Step) -> StepFunction:
         return logits
 
     return replay
+
+
+def count_launches(function: StepFunction, step: Step) -> int:
+    """Kernels and copies of a step, as CUDA's profiler sees them; 0 where it sees nothing."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function(*step)
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if str(event.device_type).endswith("CUDA")]
+    # Inductor's names for its regions are shown on the device too.
+    return sum(not getattr(event, "is_user_annotation", False) for event in on_device)
 
 
 def check(case: StepCase, functions: dict[str, StepFunction], step: Step) -> None:

@@ -49,7 +49,7 @@ KNOWN_DECODE = DecodeComparison(
     timings={subjects.OURS: took(100.0), subjects.COPY: took(25.0), subjects.SDPA: took(900.0)},
 )
 HOST_COST = HostCost("write", "an op", "eager", 0, "cpu", took(3.0))
-STEP_TIME = StepTime("nvfp4_ds_mla", "eager", 2, 8, 8192, "cpu", took(4321.0))
+STEP_TIME = StepTime("nvfp4_ds_mla", "eager", 2, 8, 8192, "cpu", took(4321.0), None)
 
 
 def test_what_follows_from_known_times() -> None:
@@ -222,6 +222,16 @@ def test_a_wrong_step_is_not_timed(cache: str) -> None:
 
     with pytest.raises(AssertionError, match="other and eager differ"):
         step.check(case, {step.EAGER: decoder, "other": other}, steps[0])
+
+
+@pytest.mark.cuda
+def test_launches_are_counted(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("launches are CUDA's")
+    (case,) = step.cases(CPU, quick=True)
+    (first, *_) = step.random_steps(case, device)
+    once = step.count_launches(lambda *inputs: inputs[0] + 1, first)
+    assert step.count_launches(lambda *inputs: inputs[0] + 1 + inputs[1], first) == once + 1 > 1
 
 
 def test_a_wrong_op_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
