@@ -279,13 +279,16 @@ def test_what_inductor_makes_of_the_chain_itself(
 
 @pytest.mark.slow
 def test_cpp_wrapper(device: torch.device, generator: torch.Generator) -> None:
-    inductor.enable_fusion()
+    """With the pass for this one function."""
     before = inductor.fusion_counts()
     layers, eager = both_layers(device, generator)
-    with config.patch(cpp_wrapper=True):
-        compiled = torch.compile(layers, fullgraph=True)
-        inputs = random_inputs(7, device, generator)
-        check_as_the_op(compiled, layers.pool, eager, [inputs])
+    compiled = torch.compile(
+        layers,
+        fullgraph=True,
+        options={"cpp_wrapper": True, "joint_custom_pre_pass": inductor.FusionPass()},
+    )
+    inputs = random_inputs(7, device, generator)
+    check_as_the_op(compiled, layers.pool, eager, [inputs])
     assert fused_since(before) == 2
 
 
