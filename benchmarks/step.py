@@ -93,6 +93,7 @@ def measure(
     case: StepCase, cache: str, device: torch.device, *, seconds: float
 ) -> Iterator[StepTime]:
     """All ways to run the steps of one cache, taking turns, from the call to its end."""
+    torch.manual_seed(0)
     decoder = filled_decoder(case, cache, device)
     steps = random_steps(case, device)
     on_gpu = device.type == "cuda"
@@ -200,7 +201,7 @@ def count_launches(function: StepFunction, step: Step) -> int:
 def check(case: StepCase, functions: dict[str, StepFunction], step: Step) -> None:
     """All ways give the same logits, to what a token makes of them that rounding selects elsewhere.
 
-    Unrelated logits differ by 1.4 of their norm.
+    Such a token moves them by up to half of their norm; unrelated logits are 1.4 of it apart.
 
     Raises:
         AssertionError: they do not.
@@ -211,7 +212,7 @@ def check(case: StepCase, functions: dict[str, StepFunction], step: Step) -> Non
         for _ in range(3):  # the third is the first that reduce-overhead replays only
             got = function(*step)[real].clone()
         error = float((got - want).norm() / want.norm())
-        if not error < 0.5:
+        if not error < 1:
             raise AssertionError(
                 f"{case}: {how} and {EAGER} differ by {error:g} of the norm of the logits; its "
                 "time means nothing"
