@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nvfp4_dsmla
 from cases import INT32, assert_memory_equal, copies_of
@@ -98,6 +99,7 @@ ELSEWHERE = [
     for op, cache, names in TENSORS
     for name in names
 ]
+OPTIONAL = {"seq_starts", "topk_length", "attn_sink"}
 ALL_TENSORS = [
     pytest.param(op, name, id=f"{op}-{name}")
     for op, cache, names in TENSORS
@@ -114,8 +116,9 @@ def test_a_meta_tensor_among_real_ones(
     arguments[name] = arguments[name].to("meta")
     untouched = {n: x.clone() for n, x in arguments.items() if torch.is_tensor(x) and n != name}
     message = f"{op}: {name}: wanted the device of {cache} ({device}), got meta"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        getattr(nvfp4_dsmla, op)(**arguments)
+    for ops in (nvfp4_dsmla, torch.ops.nvfp4_dsmla):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            getattr(ops, op)(**arguments)
     for n, x in untouched.items():
         torch.testing.assert_close(arguments[n], x, rtol=0, atol=0, equal_nan=True)
 
@@ -125,7 +128,7 @@ def test_a_meta_tensor_among_real_ones(
 def test_what_is_no_tensor(device: torch.device, op: str, name: str, wrong: Any) -> None:
     arguments = good_arguments(op, device)
     arguments[name] = wrong
-    if wrong is None and name in {"seq_starts", "topk_length", "attn_sink"}:
+    if wrong is None and name in OPTIONAL:
         getattr(nvfp4_dsmla, op)(**arguments)
         return
     message = f"{op}: {name}: wanted a tensor, got {type(wrong).__name__}"
@@ -135,16 +138,37 @@ def test_what_is_no_tensor(device: torch.device, op: str, name: str, wrong: Any)
 
 @pytest.mark.parametrize(("op", "cache", "name"), ELSEWHERE)
 def test_a_tensor_of_another_device(device: torch.device, op: str, cache: str, name: str) -> None:
-    """In the wrapper, and in C++ for callers of torch.ops."""
     if device.type == "cpu":
-        pytest.skip("the CPU is the only device here: see the meta tensors")
+        pytest.skip("the CPU is the only device here: see the meta and the fake tensors")
     arguments = good_arguments(op, device)
     arguments[name] = arguments[name].cpu()
     message = re.escape(f"{op}: {name}: wanted the device of {cache} ({device}), got ")
-    with pytest.raises(ValueError, match=message + "cpu"):
-        getattr(nvfp4_dsmla, op)(**arguments)
-    with pytest.raises(ValueError, match=message + ".* on cpu"):
-        getattr(torch.ops.nvfp4_dsmla, op)(**arguments)
+    for ops in (nvfp4_dsmla, torch.ops.nvfp4_dsmla):
+        with pytest.raises(ValueError, match=message + ".* on cpu"):
+            getattr(ops, op)(**arguments)
+
+
+@pytest.mark.parametrize(("op", "cache", "name"), ELSEWHERE)
+def test_a_tensor_of_another_device_while_tracing(op: str, cache: str, name: str) -> None:
+    """Said before anything is compiled; a GPU is not needed for it."""
+    with FakeTensorMode():
+        arguments = good_arguments(op, torch.device("cpu"))
+        arguments[name] = torch.empty_like(arguments[name], device="cuda:0")
+        message = f"{op}: {name}: wanted the device of {cache} (cpu), got cuda:0"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            getattr(nvfp4_dsmla, op)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [case for case in ALL_TENSORS if case.values[1] not in OPTIONAL]
+)
+def test_what_is_no_tensor_while_tracing(op: str, name: str) -> None:
+    with FakeTensorMode():
+        arguments = good_arguments(op, torch.device("cpu"))
+        arguments[name] = None
+        message = f"{op}: {name}: wanted a tensor, got NoneType"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            getattr(nvfp4_dsmla, op)(**arguments)
 
 
 def test_a_capacity_that_cuda_cannot_count(device: torch.device) -> None:

@@ -436,13 +436,18 @@ def test_another_cache_is_refused(op: str, cache: Tensor, shape: str) -> None:
         "cp_gather_and_upconvert_fp8_kv_cache",
     ],
 )
-def test_devices_are_compared(op: str, generator: torch.Generator) -> None:
+def test_tensors_are_wanted_and_devices_compared(op: str, generator: torch.Generator) -> None:
     cases = {"concat": WRITES, "gather": GATHERS, "cp": CP_GATHERS}[op.partition("_")[0]]
     arguments = cases[0].make(generator, torch.device("cpu"), width=WIDTH)
     name = {"concat": "slot_mapping", "gather": "slots", "cp": "block_table"}[op.partition("_")[0]]
-    arguments[name] = arguments[name].to("meta")
-    with pytest.raises(ValueError, match=rf"^{op}: {name}: wanted the device of .* got meta$"):
-        getattr(nvfp4_dsmla, op)(**arguments)
+    wrong = {
+        "the device of .* got meta": arguments[name].to("meta"),
+        "a tensor, got list": [arguments[name]],
+        "a tensor, got NoneType": None,
+    }
+    for message, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"^{op}: {name}: wanted {message}$"):
+            getattr(nvfp4_dsmla, op)(**{**arguments, name: value})
 
 
 def test_records_that_overlap_are_refused(generator: torch.Generator) -> None:

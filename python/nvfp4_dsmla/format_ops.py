@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvfp4_dsmla.formats import CacheFormat, get_cache_format
-from nvfp4_dsmla.ops import check_tensors, concat_and_cache_nvfp4_ds_mla
+from nvfp4_dsmla.ops import concat_and_cache_nvfp4_ds_mla, refuse_other_than_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +54,11 @@ def concat_and_cache_fp8_ds_mla(
     Source: what the public engines' `concat_and_cache_mla` does for this format; the record is
     described in docs/format.md.
     """
-    op = "concat_and_cache_fp8_ds_mla"
-    check_tensors(op, "kv_cache", kv_cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
-    _write_fp8(kv_c, k_pe, kv_cache, slot_mapping, layer)
+    try:
+        _write_fp8(kv_c, k_pe, kv_cache, slot_mapping, layer)
+    except RuntimeError:
+        refuse_other_than_tensors(_write_fp8, locals())
+        raise
 
 
 def concat_and_cache_bfloat16(
@@ -80,9 +82,11 @@ def concat_and_cache_bfloat16(
 
     Source: what the public engines' `concat_and_cache_mla` does for an unquantised cache.
     """
-    op = "concat_and_cache_bfloat16"
-    check_tensors(op, "kv_cache", kv_cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
-    _write_bfloat16(kv_c, k_pe, kv_cache, slot_mapping, layer)
+    try:
+        _write_bfloat16(kv_c, k_pe, kv_cache, slot_mapping, layer)
+    except RuntimeError:
+        refuse_other_than_tensors(_write_bfloat16, locals())
+        raise
 
 
 def cp_gather_and_upconvert_fp8_kv_cache(
@@ -119,16 +123,11 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
     Source: the public engines' function of this name, of which it takes the arguments.
     """
-    check_tensors(
-        "cp_gather_and_upconvert_fp8_kv_cache",
-        "src_cache",
-        src_cache,
-        dst=dst,
-        block_table=block_table,
-        workspace_starts=workspace_starts,
-        seq_starts=seq_starts,
-    )
-    _cp_gather_fp8(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer)
+    try:
+        _cp_gather_fp8(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer)
+    except RuntimeError:
+        refuse_other_than_tensors(_cp_gather_fp8, locals())
+        raise
 
 
 def gather_and_upconvert_fp8_ds_mla(
@@ -152,8 +151,11 @@ def gather_and_upconvert_fp8_ds_mla(
 
     Source: this library's own; the record is described in docs/format.md.
     """
-    check_tensors("gather_and_upconvert_fp8_ds_mla", "kv_cache", kv_cache, slots=slots)
-    out: Tensor = _gather_fp8(kv_cache, slots, dtype, layer)
+    try:
+        out: Tensor = _gather_fp8(kv_cache, slots, dtype, layer)
+    except RuntimeError:
+        refuse_other_than_tensors(_gather_fp8, locals())
+        raise
     return out
 
 
@@ -231,7 +233,10 @@ def convert_kv_cache(
     if out is None:
         out = src.new_empty((*src.shape[:-1], want.elements_per_token), dtype=want.storage_dtype)
     _check_format("out", out, want)
-    check_tensors("convert_kv_cache", "src", src, out=out)
+    if out.device != src.device:
+        raise ValueError(
+            f"convert_kv_cache: out: wanted the device of src ({src.device}), got {out.device}"
+        )
     if have is not want:
         _convert(src, out)
         return out

@@ -1,10 +1,10 @@
 """The ops as Python calls, keyword-only, each docstring its contract.
 
-They are `torch.ops.nvfp4_dsmla.*` with one check more, `check_tensors`, so everything said here
-holds for those too: they trace under torch.compile without a graph break or a copy of the cache,
-and can be captured in a CUDA graph. In a traced region pass the whole pool and `layer=`, not a view
-of it: PyTorch miscompiles a mutated view whose offset is symbolic (pytorch issue 198068), so
-tracing one is an error.
+They are `torch.ops.nvfp4_dsmla.*`, which only say less well that an argument is no tensor. So
+everything said here holds for those too: they trace under torch.compile without a graph break or a
+copy of the cache, and can be captured in a CUDA graph. In a traced region pass the whole pool and
+`layer=`, not a view of it: PyTorch miscompiles a mutated view whose offset is symbolic (pytorch
+issue 198068), so tracing one is an error.
 
 A bad argument raises ValueError, a sentence with the name, the wanted and the got, before anything
 is written. Data that points outside the tensors never makes an op touch memory outside of them; the
@@ -13,8 +13,13 @@ CPU raises IndexError for it, CUDA, where a captured graph cannot raise, skips o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "concat_and_cache_nvfp4_ds_mla",
@@ -33,24 +38,18 @@ _gather = torch.ops.nvfp4_dsmla.gather_and_upconvert_nvfp4_ds_mla.default
 _decode = torch.ops.nvfp4_dsmla.sparse_mla_decode.default
 _merge = torch.ops.nvfp4_dsmla.merge_attention_states.default
 
-_OPTIONAL = frozenset({"seq_starts", "topk_length", "attn_sink"})
 
-
-def check_tensors(op: str, cache_name: str, cache: object, **others: object) -> None:
-    """Refuses what C++ never sees: no tensor at all, and a meta tensor, with which nothing runs."""
-    wanted = getattr(cache, "device", None)
-    for name, tensor in others.items():
-        if tensor is None and name in _OPTIONAL:
+def refuse_other_than_tensors(op: torch._ops.OpOverload, arguments: Mapping[str, object]) -> None:
+    """Says which argument is no tensor, where PyTorch has refused a call for one."""
+    for parameter in op._schema.arguments:
+        value = arguments[parameter.name]
+        if "Tensor" not in str(parameter.type) or isinstance(value, Tensor):
             continue
-        got = getattr(tensor, "device", None)
-        if got != wanted:
-            for called, value in ((cache_name, cache), (name, tensor)):
-                if not isinstance(value, Tensor):
-                    kind = type(value).__name__
-                    raise ValueError(f"{op}: {called}: wanted a tensor, got {kind}")
+        if value is not None or not isinstance(parameter.type, torch.OptionalType):
             raise ValueError(
-                f"{op}: {name}: wanted the device of {cache_name} ({wanted}), got {got}"
-            )
+                f"{op._schema.name.removeprefix('nvfp4_dsmla::')}: {parameter.name}: "
+                f"wanted a tensor, got {type(value).__name__}"
+            ) from None
 
 
 def concat_and_cache_nvfp4_ds_mla(
@@ -79,15 +78,11 @@ def concat_and_cache_nvfp4_ds_mla(
     Source: the signature is that of the public engines' `concat_and_cache_mla`, without the format
     name and scale; the record is described in docs/format.md.
     """
-    check_tensors(
-        "concat_and_cache_nvfp4_ds_mla",
-        "kv_cache",
-        kv_cache,
-        kv_c=kv_c,
-        k_pe=k_pe,
-        slot_mapping=slot_mapping,
-    )
-    _write(kv_c, k_pe, kv_cache, slot_mapping, layer)
+    try:
+        _write(kv_c, k_pe, kv_cache, slot_mapping, layer)
+    except RuntimeError:
+        refuse_other_than_tensors(_write, locals())
+        raise
 
 
 def fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(
@@ -152,30 +147,23 @@ def fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(
     Source: this library's own; the table of cosines and sines and `is_neox` are those of the public
     engines' `rotary_embedding`.
     """
-    check_tensors(
-        "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
-        "kv_cache",
-        kv_cache,
-        kv_c=kv_c,
-        k_pe=k_pe,
-        norm_weight=norm_weight,
-        positions=positions,
-        cos_sin_cache=cos_sin_cache,
-        slot_mapping=slot_mapping,
-    )
-    _fused_write(
-        kv_c,
-        k_pe,
-        norm_weight,
-        eps,
-        positions,
-        cos_sin_cache,
-        is_neox,
-        kv_cache,
-        slot_mapping,
-        layer,
-        round_to_input,
-    )
+    try:
+        _fused_write(
+            kv_c,
+            k_pe,
+            norm_weight,
+            eps,
+            positions,
+            cos_sin_cache,
+            is_neox,
+            kv_cache,
+            slot_mapping,
+            layer,
+            round_to_input,
+        )
+    except RuntimeError:
+        refuse_other_than_tensors(_fused_write, locals())
+        raise
 
 
 def cp_gather_and_upconvert_nvfp4_kv_cache(
@@ -215,16 +203,11 @@ def cp_gather_and_upconvert_nvfp4_kv_cache(
 
     Source: the signature is that of the public engines' `cp_gather_and_upconvert_fp8_kv_cache`.
     """
-    check_tensors(
-        "cp_gather_and_upconvert_nvfp4_kv_cache",
-        "src_cache",
-        src_cache,
-        dst=dst,
-        block_table=block_table,
-        workspace_starts=workspace_starts,
-        seq_starts=seq_starts,
-    )
-    _cp_gather(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer)
+    try:
+        _cp_gather(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts, layer)
+    except RuntimeError:
+        refuse_other_than_tensors(_cp_gather, locals())
+        raise
 
 
 def gather_and_upconvert_nvfp4_ds_mla(
@@ -248,8 +231,11 @@ def gather_and_upconvert_nvfp4_ds_mla(
 
     Source: this library's own; the record is described in docs/format.md.
     """
-    check_tensors("gather_and_upconvert_nvfp4_ds_mla", "kv_cache", kv_cache, slots=slots)
-    out: Tensor = _gather(kv_cache, slots, dtype, layer)
+    try:
+        out: Tensor = _gather(kv_cache, slots, dtype, layer)
+    except RuntimeError:
+        refuse_other_than_tensors(_gather, locals())
+        raise
     return out
 
 
@@ -303,16 +289,11 @@ def sparse_mla_decode(
 
     Source: the arguments are those of FlashMLA's `flash_mla_with_kvcache` with sparse indices.
     """
-    check_tensors(
-        "sparse_mla_decode",
-        "kv_cache",
-        kv_cache,
-        q=q,
-        indices=indices,
-        topk_length=topk_length,
-        attn_sink=attn_sink,
-    )
-    out, lse = _decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, layer)
+    try:
+        out, lse = _decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, layer)
+    except RuntimeError:
+        refuse_other_than_tensors(_decode, locals())
+        raise
     return out, lse
 
 
@@ -342,6 +323,9 @@ def merge_attention_states(
 
     Source: this library's own; the formula is that of the online softmax.
     """
-    check_tensors("merge_attention_states", "out_a", out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    out, lse = _merge(out_a, lse_a, out_b, lse_b)
+    try:
+        out, lse = _merge(out_a, lse_a, out_b, lse_b)
+    except RuntimeError:
+        refuse_other_than_tensors(_merge, locals())
+        raise
     return out, lse
