@@ -10,7 +10,6 @@
 
 #include <cstdio>
 #include <exception>
-#include <initializer_list>
 #include <tuple>
 #include <type_traits>
 
