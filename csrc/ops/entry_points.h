@@ -26,7 +26,7 @@ std::optional<TensorRef> optional(const Handle* handle) {
 }
 
 void give(const Tensor& tensor, Handle* result) {
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), result));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), result));
 }
 
 // The caller gets a code and throws an error of its own, which says where but not what.

@@ -33,7 +33,7 @@ void on_current_stream(const char* op, TensorRef on, const Enqueue& enqueue) {
   const int32_t device = on.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   if (const int error = enqueue(static_cast<CUstream_st*>(stream)); error != 0) {
     throw_launch_error(op, device, error);
   }

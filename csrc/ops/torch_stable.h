@@ -26,7 +26,7 @@ class TensorRef {
   AtenTensorHandle get() const { return handle_; }
   int32_t get_device_index() const {
     int32_t index = -1;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle_, &index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle_, &index));
     return index;
   }
 
@@ -37,13 +37,13 @@ class TensorRef {
 // What a check reads of a tensor, read once. Sizes and strides belong to the tensor.
 struct TensorView {
   explicit TensorView(TensorRef tensor) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device_index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device_index));
   }
 
   void* data;
@@ -72,9 +72,9 @@ inline Tensor empty_contiguous(const std::vector<int64_t>& sizes,
     stride *= std::max<int64_t>(sizes[d], 1);
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
-                                                         sizes.data(), strides.data(), dtype,
-                                                         device_type, device_index, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), dtype, device_type, device_index,
+                                                  &handle));
   return Tensor(handle);
 }
 
@@ -89,10 +89,10 @@ inline std::optional<int32_t> dtype_of(
 // Of a tensor that is not contiguous.
 inline std::optional<Tensor> contiguous_copy(TensorRef tensor) {
   bool is_contiguous = false;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &is_contiguous));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &is_contiguous));
   if (is_contiguous) return std::nullopt;
   AtenTensorHandle same = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &same));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor.get(), &same));
   return torch::stable::contiguous(Tensor(same));
 }
 
