@@ -50,12 +50,14 @@ class Decoder(nn.Module):
             dtype=dtype,
             device=device,
         )
-        generator = torch.Generator(device).manual_seed(seed)
+        # Drawn on the CPU: a seed's weights are the same on every device.
+        generator = torch.Generator().manual_seed(seed)
         for weight in self.parameters():
             if weight.dim() == 1:  # of a norm, or a bias
-                weight.add_(torch.randn(weight.shape, generator=generator, device=device) / 8)
+                weight.add_((torch.randn(weight.shape, generator=generator) / 8).to(device))
             else:
-                weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+                drawn = torch.empty(weight.shape, dtype=dtype)
+                weight.copy_(drawn.normal_(std=weight.shape[-1] ** -0.5, generator=generator))
 
     def forward(
         self,
