@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from benchmarks.subjects import BASELINES, COMPILED, COPY, EMPTY, OURS, SDPA
@@ -115,7 +116,9 @@ def _draw_comparisons(part: SubFigure, row: Row) -> None:
                 wide = {"linewidth": 2.5, "zorder": 3} if name == OURS else {"linewidth": 1.0}
                 style = {"marker": ".", "color": f"C{i}", "label": name, **wide}
                 times.plot(*zip(*points, strict=True), **style)
-        times.set(title=title, xscale="log", yscale="log", ylabel="microseconds a call")
+        times.set(
+            title=textwrap.fill(title, 24), xscale="log", yscale="log", ylabel="microseconds a call"
+        )
         times.legend(fontsize="small", frameon=False)
         percents = [(c.case.tokens, c.percent_of_copy) for c in group if COPY in c.timings]
         if percents:
