@@ -102,8 +102,22 @@ def test_marked_once_compiled_once(
     assert counter.frame_count == 1
 
 
+def test_dimensions_may_be_counted_from_the_end(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    def mark(_: Tensor, x: Tensor, block_table: Tensor, lengths: Tensor) -> None:
+        nvfp4_dsmla.mark_varying_sizes(
+            batch=[(x, -2), (block_table, -2), (lengths, -1)], max_blocks=[(block_table, -1)]
+        )
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    check_steps(compiled, [(3, 4), (5, 2)], generator, device, mark)
+    assert counter.frame_count == 1
+
+
 def test_unmarked_compiles_again(device: torch.device, generator: torch.Generator) -> None:
-    """Else the test above would show nothing."""
+    """Else the tests above would show nothing."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, backend=counter, fullgraph=True)
     check_steps(compiled, [(3, 4), (5, 2)], generator, device, lambda *_: None)

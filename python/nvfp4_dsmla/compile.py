@@ -39,7 +39,7 @@ def mark_varying_sizes(**sizes: Sequence[tuple[Tensor, int]]) -> None:
     padded to 2 requests or more with slots of -1 and lengths of 0.
 
     Args:
-        sizes: by a name of one's own, the dimensions that have one size:
+        sizes: by a name of one's own, the dimensions that have one size, counted from either end:
             `batch=[(tokens, 0), (block_table, 0)], max_blocks=[(block_table, 1)]`.
 
     Raises:
@@ -65,4 +65,5 @@ def mark_varying_sizes(**sizes: Sequence[tuple[Tensor, int]]) -> None:
         seen[size] = name
     for places in sizes.values():
         for tensor, dim in places:
-            torch._dynamo.mark_dynamic(tensor, dim)
+            # A negative number is a mark that PyTorch never looks at (2.10 .. 2.14).
+            torch._dynamo.mark_dynamic(tensor, dim % tensor.dim())
