@@ -39,7 +39,15 @@ def main() -> int:
     """Runs the steps and prints what each did."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=24, help="default: 24")
-    parser.add_argument("--batch", type=int, default=6, help="most requests; default: 6")
+    # One would be compiled apart, and as many as blocks a request would be taken for that number.
+    parser.add_argument(
+        "--batch",
+        type=int,
+        choices=range(2, MAX_BLOCKS),
+        metavar="BATCH",
+        default=6,
+        help=f"most requests, 2 to {MAX_BLOCKS - 1}; default: 6",
+    )
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_blocks = options.batch * MAX_BLOCKS
