@@ -188,12 +188,6 @@ def write_layer(pool: Tensor, layer: int, x: Tensor, slots: Tensor) -> None:
     write(pool, x, slots, layer)
 
 
-def copies_in(code: str, numel: int) -> bool:
-    """Whether Inductor's code makes a tensor of so many elements."""
-    shapes = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)
-    return any(torch.Size(map(int, re.findall(r"\d+", shape))).numel() >= numel for shape in shapes)
-
-
 @behaviour("a pool with `layer=`: every layer in its place, after two compilations")
 def _(device: torch.device) -> bool:
     pool, x, slots = tokens_and_pool(device)
