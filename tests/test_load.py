@@ -202,6 +202,19 @@ def test_the_library_may_be_loaded_before_the_package(copied_package: Path) -> N
     assert Path(done.stdout.strip()) == library
 
 
+def test_the_same_library_by_way_of_a_link(copied_package: Path) -> None:
+    library = copied_package / "nvfp4_dsmla" / CPU_LIBRARY
+    link = copied_package / "link"
+    link.symlink_to(copied_package)
+    done = run_python(
+        f"import torch; torch.ops.load_library({str(library)!r})\n"
+        "import nvfp4_dsmla; print(nvfp4_dsmla.loaded_libraries()[0])",
+        link,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == link / "nvfp4_dsmla" / CPU_LIBRARY
+
+
 def test_a_missing_library(copied_package: Path) -> None:
     package = copied_package / "nvfp4_dsmla"
     (package / CPU_LIBRARY).rename(copied_package / "moved.so")
