@@ -68,8 +68,8 @@ def _load_library(path: Path) -> None:
         )
     mapped = _mapped_copies(path.name)
     # A second copy would register the ops again, and end the process for that. The same copy may be
-    # there by a reload of this package, or by a program that loads it first. Loaded files are listed
-    # without the links that led to them.
+    # there by a reload of this package, or by a program that loads it first. What is mapped is told
+    # without the links that led to it.
     if path.resolve() not in mapped and (
         mapped or (path.name == _LIBRARY and hasattr(torch.ops.nvfp4_dsmla, _AN_OP))
     ):
