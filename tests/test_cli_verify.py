@@ -39,7 +39,7 @@ def test_verify_names_the_byte_that_differs(monkeypatch: pytest.MonkeyPatch) -> 
     assert "1 wrong" in text
     assert ", byte 300: got " in text
     # Three random writes, and two conversions into the format.
-    assert "5 of 28 checks FAILED" in text
+    assert "5 of 32 checks FAILED" in text
     assert report_of("verify", "--tokens", "64", "--device", "cpu", status=1)["failed"] == 5
 
 
@@ -53,8 +53,33 @@ def test_verify_sees_attention_that_is_off(monkeypatch: pytest.MonkeyPatch, pois
 
     monkeypatch.setattr(ops, "sparse_mla_decode", other)
     report = report_of("verify", "--tokens", "64", "--device", "cpu", status=1)
-    assert report["failed"] == 1
+    assert report["failed"] == 2  # to all tokens, and merged
     assert report["checks"][-1]["first"].endswith(", want 0.005 at most")
+
+
+def test_verify_sees_a_merge_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(**arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return arguments["out_a"], arguments["lse_a"]
+
+    monkeypatch.setattr(ops, "merge_attention_states", other)
+    report = report_of("verify", "--tokens", "64", "--device", "cpu", status=1)
+    assert [check["check"] for check in report["checks"] if check["differences"] > 0] == [
+        "attention merged of two, within 0.5%"
+    ]
+
+
+def test_verify_sees_a_fused_write_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla"
+    real = getattr(ops, name)
+
+    def other(**arguments: Any) -> None:
+        real(**{**arguments, "is_neox": True})
+
+    monkeypatch.setattr(ops, name, other)
+    report = report_of("verify", "--tokens", "64", "--device", "cpu", status=1)
+    assert report["failed"] == 3
+    failed = [check for check in report["checks"] if check["differences"] > 0]
+    assert all(check["check"].endswith(" fused write") for check in failed)
 
 
 def test_verify_sees_a_value_that_differs() -> None:

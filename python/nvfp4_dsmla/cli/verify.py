@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nvfp4_dsmla import _C, format_ops, ops, reference, reference_formats
-from nvfp4_dsmla.formats import CACHE_FORMATS, CacheFormat, get_kv_cache_spec
-from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM
+from nvfp4_dsmla import _C, format_ops, ops, reference, reference_formats, reference_fused
+from nvfp4_dsmla.formats import (
+    CACHE_FORMATS,
+    CacheFormat,
+    get_cache_format,
+    get_kv_cache_spec,
+)
+from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from nvfp4_dsmla.support import supports_combination
 
 if TYPE_CHECKING:
@@ -153,12 +158,16 @@ def _checks(device: torch.device, tokens: int, seed: int) -> Iterator[_Check]:
         run = partial(_converted, device, any_bytes[have], have, want_name)
         yield _Check(str(device), have, f"any bytes to {want_name}", tokens, run)
 
+    check = partial(_Check, str(device), "nvfp4_ds_mla")
+    for kind, dtype in DTYPES.items():
+        run = partial(_fused, device, sweep.to(dtype), seed)
+        yield check(f"random {kind} fused write", tokens, run)
     if _why_not("sparse_mla_decode", device) is not None:
         return
-    check = partial(_Check, str(device), "nvfp4_ds_mla")
     attended = max(tokens, 64)  # so many that no row is left without one
-    run = partial(_attended, device, attended, seed)
-    yield check("sparse attention, within 0.5%", attended, run)
+    for parts, what in ((1, "sparse attention"), (2, "attention merged of two")):
+        run = partial(_attended, device, attended, seed, parts)
+        yield check(f"{what}, within 0.5%", attended, run)
 
 
 def golden(name: str) -> tuple[Tensor, Tensor]:
@@ -250,20 +259,49 @@ def _converted(
     return _first_difference(got[:, 0].cpu(), want, "token", "element")
 
 
-def _attended(device: torch.device, tokens: int, seed: int) -> tuple[int, str]:
-    """Queries of 2 x 3 rows and 16 heads over half of the tokens, some indices naming none."""
+def _fused(device: torch.device, latent: Tensor, seed: int) -> tuple[int, str]:
+    """A layer of a pool with keys rotated in halves, and one with keys rotated in neighbours."""
+    generator = torch.Generator().manual_seed(seed)
+    latent = latent.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # a NaN's sign is nowhere promised
+    num_blocks, slots = _shuffled_slots(len(latent))
+    tensors: dict[str, Any] = {
+        "kv_c": latent[:, :NOPE_DIM],
+        "k_pe": latent[:, NOPE_DIM:],
+        "norm_weight": 1 + torch.randn(NOPE_DIM, generator=generator) / 4,
+        "positions": torch.randint(100, (len(latent),), generator=generator),
+        "cos_sin_cache": torch.rand(100, ROPE_DIM, generator=generator) * 2 - 1,
+        "slot_mapping": slots,
+    }
+    on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
+    cache = _empty(get_cache_format("nvfp4_ds_mla"), num_blocks)
+    want = torch.stack([cache, cache])
+    got = want.to(device, copy=True)
+    for layer, is_neox in enumerate((True, False)):
+        others: dict[str, Any] = {"eps": 1e-6, "is_neox": is_neox, "layer": layer}
+        reference_fused.concat_and_cache(**tensors, **others, kv_cache=want)
+        ops.fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(**on_device, **others, kv_cache=got)
+    return _first_difference(got.flatten(0, 2).cpu(), want.flatten(0, 2), "slot", "byte")
+
+
+def _attended(device: torch.device, tokens: int, seed: int, parts: int) -> tuple[int, str]:
+    """Queries of 2 x 3 rows and 16 heads over half of the tokens, some indices naming none.
+
+    All at once, or to each of two parts of the tokens, and merged.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(tokens, HEAD_DIM, generator=generator)
     cache = reference.encode(rows[:, :NOPE_DIM], rows[:, NOPE_DIM:])[:, None]
     q = torch.randn(2, 3, 16, HEAD_DIM, generator=generator).bfloat16()
     indices = torch.randint(-1, tokens, (2, 3, tokens // 2), generator=generator).int()
     scale = HEAD_DIM**-0.5
-    out, lse = ops.sparse_mla_decode(
-        q=q.to(device),
-        kv_cache=cache.to(device),
-        indices=indices.to(device),
-        softmax_scale=scale,
-    )
+    (out, lse), *rest = [
+        ops.sparse_mla_decode(
+            q=q.to(device), kv_cache=cache.to(device), indices=part, softmax_scale=scale
+        )
+        for part in indices.to(device).chunk(parts, dim=-1)
+    ]
+    for out_b, lse_b in rest:
+        out, lse = ops.merge_attention_states(out_a=out, lse_a=lse, out_b=out_b, lse_b=lse_b)
     want, want_lse = reference.attention(q.float(), cache, indices, scale)
     of_out = (out.cpu().float() - want).norm() / want.norm()
     of_lse = (lse.cpu() - want_lse).norm() / want_lse.norm()
