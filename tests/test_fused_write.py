@@ -262,6 +262,18 @@ def test_number_of_tokens(device: torch.device, tokens: int, generator: torch.Ge
     check_write(random_arguments(rows, device, generator, slot_mapping=slots, kv_cache=cache))
 
 
+def test_so_many_tokens_that_a_warp_takes_several(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """From 32,768 on. Some are skipped, so that a warp goes on from one that it does not write."""
+    tokens, num_blocks = 32_771, 513
+    rows = torch.randn(tokens, HEAD_DIM, generator=generator).bfloat16()
+    slots = distinct_slots(tokens, num_blocks * 64, generator)
+    slots[torch.rand(tokens, generator=generator) < 0.2] = -1
+    cache = random_cache(generator, CPU, num_blocks=num_blocks, block_size=64)
+    check_write(random_arguments(rows, device, generator, slot_mapping=slots, kv_cache=cache))
+
+
 @given(data=st.data())
 def test_any_arguments(device: torch.device, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), label="seed"))
