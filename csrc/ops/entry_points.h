@@ -105,6 +105,7 @@ NVFP4_DSMLA_ENTRY(fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla)(Handle kv_c,
                                        cos_sin_cache, is_neox, kv_cache, slot_mapping, layer,
                                        round_to_input);
 }
+
 NVFP4_DSMLA_ENTRY(cp_gather_and_upconvert_nvfp4_kv_cache)(Handle src_cache,
                                                           Handle dst,
                                                           Handle block_table,

@@ -11,21 +11,10 @@ from typing import Any
 
 import torch
 
+from nvfp4_dsmla.support import OPS
+
 __all__ = ["c_shims"]
 
-_OPS = (
-    "concat_and_cache_nvfp4_ds_mla",
-    "concat_and_cache_fp8_ds_mla",
-    "concat_and_cache_bfloat16",
-    "fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
-    "cp_gather_and_upconvert_nvfp4_kv_cache",
-    "cp_gather_and_upconvert_fp8_kv_cache",
-    "gather_and_upconvert_nvfp4_ds_mla",
-    "gather_and_upconvert_fp8_ds_mla",
-    "convert_kv_cache",
-    "sparse_mla_decode",
-    "merge_attention_states",
-)
 _C_TYPES = {
     "Tensor": "AtenTensorHandle",
     "Optional[Tensor]": "const AtenTensorHandle*",
@@ -50,7 +39,7 @@ def c_shims() -> dict[str, Any]:
 
     Source: this library's own; the option is `aot_inductor.custom_ops_to_c_shims` of PyTorch.
     """
-    overloads = [getattr(torch.ops.nvfp4_dsmla, name).default for name in _OPS]
+    overloads = [getattr(torch.ops.nvfp4_dsmla, name).default for name in OPS]
     return {
         "aot_inductor.custom_ops_to_c_shims": {
             overload: [_declaration(overload._schema, device) for device in ("cpu", "cuda")]
