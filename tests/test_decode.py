@@ -143,6 +143,37 @@ def test_sizes(device: torch.device, heads: int, topk: int, generator: torch.Gen
     )
 
 
+# On an H200 these take the larger tiles of heads, which pay for many rows alone: 32, 64 and twice
+# 64, then 32 and 64 with a row's tokens shared out. tests/cpp/decode_plan.cpp holds the plan to it.
+@pytest.mark.parametrize(("dtype", "q_layout"), [(BF16, "packed"), (FP16, "unaligned")])
+@pytest.mark.parametrize(
+    ("rows", "heads", "topk"),
+    [(70, 20, 300), (70, 33, 300), (40, 128, 300), (8, 64, 2048), (40, 33, 2048)],
+)
+def test_many_rows(
+    device: torch.device,
+    rows: int,
+    heads: int,
+    topk: int,
+    dtype: torch.dtype,
+    q_layout: str,
+    generator: torch.Generator,
+) -> None:
+    check(
+        decode_arguments(
+            generator,
+            device,
+            batch=rows,
+            heads=heads,
+            topk=topk,
+            dtype=dtype,
+            q_layout=q_layout,
+            num_blocks=50,
+            block_size=64,
+        )
+    )
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("topk", [2048, 20_000])
 def test_long_rows(
