@@ -52,17 +52,9 @@ def run(device: torch.device, *, quick: bool) -> Iterator[DecodeComparison]:
         return
     ceiling = Ceiling(device)
     empty = ceiling.empty_time()
-    checked: set[int] = set()
     for case in decode_cases(quick=quick):
-        yield measure(
-            case,
-            ceiling,
-            empty,
-            device,
-            checked=case.heads in checked,
-            compiled=case in COMPILED_CASES and not quick,
-        )
-        checked.add(case.heads)
+        compiled = case in COMPILED_CASES and not quick
+        yield measure(case, ceiling, empty, device, compiled=compiled)
 
 
 def measure(
@@ -71,13 +63,11 @@ def measure(
     empty: Timing,
     device: torch.device,
     *,
-    checked: bool,
     compiled: bool,
 ) -> DecodeComparison:
-    """All subjects on one case. Checks our op against the reference unless that was done."""
+    """All subjects on one case. Checks our op against the reference: sizes choose its kernel."""
     sets = buffer_sets(case, device, ceiling.sets_for(case.bytes))
-    if not checked:
-        check(case, sets[0])
+    check(case, sets[0])
     timings = {
         OURS: ceiling.time([ours(b) for b in sets], case.bytes),
         COPY: ceiling.copy_time(case.bytes),
