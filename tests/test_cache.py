@@ -144,24 +144,24 @@ def test_tokens_written_by_slot_are_read_by_block_table(device: torch.device) ->
         ({"block_size": 0}, "block_size: wanted 1 or more, got 0"),
         (
             {"block_table": torch.zeros(2, 3)},
-            "block_table must be int32 or int64, got torch.float32",
+            "block_table: wanted int32 or int64, got torch.float32",
         ),
-        ({"positions": torch.zeros(2)}, "positions must be int32 or int64, got torch.float32"),
+        ({"positions": torch.zeros(2)}, "positions: wanted int32 or int64, got torch.float32"),
         (
             {"block_table": torch.zeros(2, dtype=torch.int32)},
-            r"block_table must be \[B, max_blocks\], got 1 dimensions",
+            r"block_table: wanted \[B, max_blocks\], got 1 dimensions",
         ),
         (
             {"positions": torch.zeros(2, 1, 1, dtype=torch.int64)},
-            r"positions must be \[B\] or \[B, S\], got 3 dimensions",
+            r"positions: wanted \[B\] or \[B, S\], got 3 dimensions",
         ),
         (
             {"positions": torch.zeros(3, dtype=torch.int64)},
-            "block_table must have a row for each request of positions, 3, got 2",
+            "block_table: wanted a row for each request of positions, 3, got 2",
         ),
         (
             {"positions": torch.zeros(2, dtype=torch.int64, device="meta")},
-            "block_table and positions must be on one device, got cpu and meta",
+            r"positions: wanted the device of block_table \(cpu\), got meta",
         ),
     ],
 )

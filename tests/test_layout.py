@@ -77,7 +77,7 @@ def test_scales_by_block_are_values_in_block_order(device: torch.device) -> None
 def test_a_view_of_something_else_is_refused(
     view: Callable[[Tensor], Tensor], cache: Tensor, got: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"cache must be uint8 \[\.\.\., 352\], got " + got):
+    with pytest.raises(ValueError, match=r"cache: wanted uint8 \[\.\.\., 352\], got " + got):
         view(cache)
 
 

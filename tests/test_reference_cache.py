@@ -362,9 +362,9 @@ def test_traces_as_one_graph_with_the_same_result(
 def test_errors_name_the_argument_and_what_it_was(device: torch.device) -> None:
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     cache = record_cache(device)
-    with pytest.raises(ValueError, match=r"kv_cache must be .*, got \[5, 4, 351\]"):
+    with pytest.raises(ValueError, match=r"kv_cache: wanted .*, got \[5, 4, 351\]"):
         reference.gather(cache[..., 1:], slots)
-    with pytest.raises(ValueError, match=r"layer must be in \[0, 1\), got 1"):
+    with pytest.raises(ValueError, match=r"layer: wanted a number in \[0, 1\), got 1"):
         reference.gather(cache, slots, layer=1)
-    with pytest.raises(ValueError, match=r"layer must be in \[0, 3\), got -1"):
+    with pytest.raises(ValueError, match=r"layer: wanted a number in \[0, 3\), got -1"):
         reference.gather(cache[None].expand(3, -1, -1, -1), slots, layer=-1)

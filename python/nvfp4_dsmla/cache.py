@@ -89,20 +89,20 @@ def _check_at_least(name: str, value: int, least: int) -> None:
 def _check_table_and_positions(block_table: Tensor, positions: Tensor) -> None:
     for name, tensor in (("block_table", block_table), ("positions", positions)):
         if tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64, got {tensor.dtype}")
+            raise ValueError(f"{name}: wanted int32 or int64, got {tensor.dtype}")
     if block_table.dim() != 2:
-        raise ValueError(f"block_table must be [B, max_blocks], got {block_table.dim()} dimensions")
+        raise ValueError(f"block_table: wanted [B, max_blocks], got {block_table.dim()} dimensions")
     if positions.dim() not in (1, 2):
-        raise ValueError(f"positions must be [B] or [B, S], got {positions.dim()} dimensions")
+        raise ValueError(f"positions: wanted [B] or [B, S], got {positions.dim()} dimensions")
     if torch.compiler.is_compiling():  # where a traced size is unknown, this is checked at run time
         torch._check(block_table.shape[0] >= positions.shape[0])
     elif block_table.shape[0] < positions.shape[0]:
         raise ValueError(
-            f"block_table must have a row for each request of positions, {positions.shape[0]}, "
+            f"block_table: wanted a row for each request of positions, {positions.shape[0]}, "
             f"got {block_table.shape[0]}"
         )
     if block_table.device != positions.device:
         raise ValueError(
-            "block_table and positions must be on one device, got "
-            f"{block_table.device} and {positions.device}"
+            f"positions: wanted the device of block_table ({block_table.device}), "
+            f"got {positions.device}"
         )

@@ -115,6 +115,6 @@ def scales_by_block(cache: Tensor) -> Tensor:
 def _bytes(cache: Tensor, offset: int, length: int) -> Tensor:
     if cache.dtype != torch.uint8 or cache.dim() == 0 or cache.shape[-1] != RECORD_BYTES:
         raise ValueError(
-            f"cache must be uint8 [..., {RECORD_BYTES}], got {cache.dtype} {list(cache.shape)}"
+            f"cache: wanted uint8 [..., {RECORD_BYTES}], got {cache.dtype} {list(cache.shape)}"
         )
     return cache.narrow(-1, offset, length)

@@ -421,12 +421,12 @@ def _capacity(kv_cache: Tensor, layer: int, codec: Codec) -> int:
     """Slots of a layer; checks the shape of the cache and the layer."""
     if kv_cache.dim() not in (3, 4) or kv_cache.shape[-1] != codec.width:
         raise ValueError(
-            f"kv_cache must be [num_blocks, block_size, {codec.width}] or "
+            f"kv_cache: wanted [num_blocks, block_size, {codec.width}] or "
             f"[num_layers, num_blocks, block_size, {codec.width}], got {list(kv_cache.shape)}"
         )
     num_layers = kv_cache.shape[0] if kv_cache.dim() == 4 else 1
     if not 0 <= layer < num_layers:
-        raise ValueError(f"layer must be in [0, {num_layers}), got {layer}")
+        raise ValueError(f"layer: wanted a number in [0, {num_layers}), got {layer}")
     return kv_cache.shape[-3] * kv_cache.shape[-2]
 
 
