@@ -38,7 +38,9 @@ run() {
   shift 2
   ((limit > left)) && limit=$left
   ((limit < 1)) && limit=1
-  timeout --kill-after=5 "$limit" "$@" >"$(log_of "$name")" 2>&1
+  # By SIGINT, which a job in the background is born to ignore: pytest then says what has failed.
+  env --default-signal=INT timeout --signal=INT --kill-after=15 "$limit" "$@" \
+    >"$(log_of "$name")" 2>&1
   status=$?
   local outcome="FAILED ($status)"
   ((status == 0)) && outcome=passed
@@ -91,10 +93,11 @@ print(*nvfp4_dsmla.loaded_libraries(), torch.__version__, torch.cuda.get_device_
 
 tests() {
   local parallel=() args=(-m "not slow")
-  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
+  "$python" -c 'import xdist' 2>/dev/null && parallel=(-n $(($(nproc) > 4 ? $(nproc) - 2 : 2)))
   [[ -n ${NVFP4_DSMLA_PYTEST_ARGS:-} ]] && eval "args=($NVFP4_DSMLA_PYTEST_ARGS)"
   NVFP4_DSMLA_REQUIRE_CUDA=1 TORCHINDUCTOR_COMPILE_THREADS=2 "$python" -m pytest \
-    -q -p no:cacheprovider -p no:benchmark -o minversion=8.0 --durations=10 "${parallel[@]}" "${args[@]}" tests
+    -v --tb=short -p no:cacheprovider -p no:benchmark -o minversion=8.0 --durations=10 \
+    "${parallel[@]}" "${args[@]}" tests
 }
 
 sanitize() {
