@@ -95,7 +95,8 @@ tests() {
   local parallel=() args=(-m "not slow")
   "$python" -c 'import xdist' 2>/dev/null && parallel=(-n $(($(nproc) > 4 ? $(nproc) - 2 : 2)))
   [[ -n ${NVFP4_DSMLA_PYTEST_ARGS:-} ]] && eval "args=($NVFP4_DSMLA_PYTEST_ARGS)"
-  NVFP4_DSMLA_REQUIRE_CUDA=1 TORCHINDUCTOR_COMPILE_THREADS=2 "$python" -m pytest \
+  # Two threads a worker: PyTorch would start one a core in each, for the references.
+  NVFP4_DSMLA_REQUIRE_CUDA=1 TORCHINDUCTOR_COMPILE_THREADS=2 OMP_NUM_THREADS=2 "$python" -m pytest \
     -v --tb=short -p no:cacheprovider -p no:benchmark -o minversion=8.0 --durations=10 \
     "${parallel[@]}" "${args[@]}" tests
 }
