@@ -2,7 +2,7 @@
 
 namespace nvfp4_dsmla {
 
-std::string dtype_name(int32_t dtype) {
+std::ostream& operator<<(std::ostream& text, DtypeName name) {
   const std::pair<int32_t, const char*> names[] = {
       {aoti_torch_dtype_bfloat16(), "bfloat16"},
       {aoti_torch_dtype_float16(), "float16"},
@@ -16,31 +16,29 @@ std::string dtype_name(int32_t dtype) {
       {aoti_torch_dtype_bool(), "bool"},
       {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
   };
-  for (const auto& [number, name] : names) {
-    if (number == dtype) return name;
+  for (const auto& [dtype, known] : names) {
+    if (dtype == name.dtype) return text << known;
   }
-  return "dtype number " + std::to_string(dtype);
+  return text << "dtype number " << name.dtype;
 }
 
-std::string list(const int64_t* values, int64_t count) {
-  std::ostringstream text;
+std::ostream& operator<<(std::ostream& text, DeviceName name) {
+  const TensorView& t = name.tensor;
+  if (t.device_type == aoti_torch_device_type_cpu()) return text << "cpu";
+  if (t.device_type == aoti_torch_device_type_cuda()) return text << "cuda:" << t.device_index;
+  return text << "device type " << t.device_type;
+}
+
+std::ostream& operator<<(std::ostream& text, List list) {
   text << '[';
-  for (int64_t i = 0; i < count; ++i) text << (i == 0 ? "" : ", ") << values[i];
-  text << ']';
-  return text.str();
+  for (int64_t i = 0; i < list.count; ++i) text << (i == 0 ? "" : ", ") << list.values[i];
+  return text << ']';
 }
 
-std::string device_name(const TensorView& t) {
-  if (t.device_type == aoti_torch_device_type_cpu()) return "cpu";
-  if (t.device_type == aoti_torch_device_type_cuda()) {
-    return "cuda:" + std::to_string(t.device_index);
-  }
-  return "device type " + std::to_string(t.device_type);
-}
-
-std::string describe(const TensorView& t) {
-  return dtype_name(t.dtype) + ' ' + list(t.sizes, t.dim) + " with strides " +
-         list(t.strides, t.dim) + " on " + device_name(t);
+std::ostream& operator<<(std::ostream& text, Description description) {
+  const TensorView& t = description.tensor;
+  return text << DtypeName{t.dtype} << ' ' << List{t.sizes, t.dim} << " with strides "
+              << List{t.strides, t.dim} << " on " << DeviceName{t};
 }
 
 }  // namespace nvfp4_dsmla

@@ -94,7 +94,7 @@ PagedCache<uint8_t> layer_of(const Argument& cache, const RecordShape& record, i
 
 PagedCache<uint8_t> check_cache(Format format, const Argument& cache, int64_t layer) {
   const RecordShape record = record_shape(format);
-  cache.want(holds_records(cache, record), dtype_name(record.dtype),
+  cache.want(holds_records(cache, record), DtypeName{record.dtype},
              " of shape [num_blocks, block_size, ", record.width,
              "] or [num_layers, num_blocks, block_size, ", record.width,
              "] with block_size >= 1 and contiguous records");
@@ -126,7 +126,7 @@ WriteParams check_write(const char* op,
   kv_cache.want(records_apart(kv_cache, record_shape(format)), "strides that keep records apart");
   const Element element = check_rows(kv_c, kNopeDim);
   check_rows(k_pe, kRopeDim);
-  k_pe.want(k_pe.dtype == kv_c.dtype, "the dtype of kv_c (", dtype_name(kv_c.dtype), ')');
+  k_pe.want(k_pe.dtype == kv_c.dtype, "the dtype of kv_c (", DtypeName{kv_c.dtype}, ')');
   slot_mapping.want(is_index(slot_mapping) && slot_mapping.dim == 1,
                     "int64 or int32 of shape [tokens]");
   const int64_t num_tokens = slot_mapping.size(1);
@@ -179,7 +179,7 @@ FusedWriteParams check_fused_write(TensorRef kv_c_tensor,
   };
   norm_weight.want(as_kv_c_or_float(norm_weight) && norm_weight.dim == 1 &&
                        norm_weight.size(1) == kNopeDim && norm_weight.stride(1) == 1,
-                   "the dtype of kv_c (", dtype_name(kv_c.dtype), ") or float32, of shape [",
+                   "the dtype of kv_c (", DtypeName{kv_c.dtype}, ") or float32, of shape [",
                    kNopeDim, "], contiguous");
   if (!std::isfinite(eps) || eps < 0) {
     refuse(kFusedWrite, "eps: wanted a finite number, 0 or more, got ", eps);
@@ -189,7 +189,7 @@ FusedWriteParams check_fused_write(TensorRef kv_c_tensor,
                  write.num_tokens, " tokens");
   cos_sin_cache.want(as_kv_c_or_float(cos_sin_cache) && cos_sin_cache.dim == 2 &&
                          cos_sin_cache.size(1) == kRopeDim && cos_sin_cache.stride(1) == 1,
-                     "the dtype of kv_c (", dtype_name(kv_c.dtype),
+                     "the dtype of kv_c (", DtypeName{kv_c.dtype},
                      ") or float32, of shape [max_positions, ", kRopeDim,
                      "] with a contiguous last dimension");
   const Argument kv_cache(kFusedWrite, "kv_cache", kv_cache_tensor);
@@ -275,7 +275,7 @@ SlotGather check_slot_gather(Format format,
   const int32_t out_dtype = dtype_of(dtype).value_or(aoti_torch_dtype_bfloat16());
   const auto element = element_of(out_dtype);
   if (!element) {
-    refuse(op, "dtype: wanted bfloat16, float16 or float32, got ", dtype_name(out_dtype));
+    refuse(op, "dtype: wanted bfloat16, float16 or float32, got ", DtypeName{out_dtype});
   }
 
   const auto copy = given.dim > 1 ? contiguous_copy(slots_tensor) : std::nullopt;
@@ -313,7 +313,7 @@ std::vector<ConvertParams> check_convert(TensorRef src_tensor, TensorRef dst_ten
   const Format from = format_of(src), to = format_of(dst);
   dst.want(from != to, "another format than that of src");
   dst.want(std::equal(src.sizes, src.sizes + src.dim - 1, dst.sizes, dst.sizes + dst.dim - 1),
-           "the layers, blocks and block_size of src, ", list(src.sizes, src.dim - 1));
+           "the layers, blocks and block_size of src, ", List{src.sizes, src.dim - 1});
   dst.want(records_apart(dst, record_shape(to)), "strides that keep records apart");
   dst.want_device_of(src);
 
@@ -426,12 +426,12 @@ Merge check_merge(TensorRef out_a_tensor,
     return std::equal(t.sizes, t.sizes + t.dim, sizes.begin(), sizes.end());
   };
   out_b.want(out_b.dtype == out_a.dtype && has_shape(out_b, shape),
-             "the dtype and shape of out_a (", dtype_name(out_a.dtype), ' ',
-             list(shape.data(), out_a.dim), ')');
+             "the dtype and shape of out_a (", DtypeName{out_a.dtype}, ' ',
+             List{shape.data(), out_a.dim}, ')');
   for (const Argument* t : {&lse_a, &lse_b}) {
     t->want(t->dtype == aoti_torch_dtype_float32() && has_shape(*t, rows),
             "float32 of out_a's shape without its last dimension, ",
-            list(rows.data(), out_a.dim - 1));
+            List{rows.data(), out_a.dim - 1});
   }
   for (const Argument* t : {&lse_a, &out_b, &lse_b}) t->want_device_of(out_a);
 
