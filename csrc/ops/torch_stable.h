@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace nvfp4_dsmla {
@@ -29,6 +30,21 @@ class TensorRef {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle_, &index));
     return index;
   }
+
+ private:
+  AtenTensorHandle handle_;
+};
+
+// A handle that is ours to free, without the count for copies that a Tensor shares: 30 ns less
+// (2.13).
+class OwnedTensor {
+ public:
+  explicit OwnedTensor(AtenTensorHandle handle) : handle_(handle) {}
+  OwnedTensor(OwnedTensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  ~OwnedTensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  operator TensorRef() const { return handle_; }  // NOLINT: it is one
 
  private:
   AtenTensorHandle handle_;
@@ -104,13 +120,21 @@ inline std::optional<torch::headeronly::ScalarType> scalar_type_of(const int32_t
 
 }  // namespace nvfp4_dsmla
 
-// So that TORCH_BOX, which gets handles it has to free, keeps a Tensor until the function returns,
-// as it keeps a string for a string_view (2.10 .. 2.14).
+// TORCH_BOX gets handles that it has to free. It keeps one of these for each until the function
+// returns, as it keeps a string for a string_view; in an optional only a Tensor will do, since
+// TORCH_BOX copies it (2.10 .. 2.14).
 template <>
 struct torch::stable::detail::UnboxType<nvfp4_dsmla::TensorRef> {
-  using type = torch::stable::Tensor;
+  using type = nvfp4_dsmla::OwnedTensor;
 };
 template <>
 struct torch::stable::detail::UnboxType<std::optional<nvfp4_dsmla::TensorRef>> {
   using type = std::optional<torch::stable::Tensor>;
+};
+template <>
+struct torch::stable::detail::ToImpl<nvfp4_dsmla::OwnedTensor> {
+  template <class... About>
+  static nvfp4_dsmla::OwnedTensor call(StableIValue value, About...) {
+    return nvfp4_dsmla::OwnedTensor(to<AtenTensorHandle>(value));
+  }
 };
