@@ -47,29 +47,55 @@ inline constexpr DecodePace kWgmmaPaces[] = {{16, kWgmmaTokens, 2, 1, 30, 50},
                                              {32, kWgmmaTokens, 2, 1, 34, 50},
                                              {64, kWgmmaTokens, 1, 1, 34, 90}};
 
+// A call at such a pace.
+struct DecodeWork {
+  int64_t blocks;  // if no tokens are shared
+  int64_t tiles;   // of a row
+  int64_t slots;   // blocks that run at a time
+};
+inline DecodeWork decode_work(
+    const DecodePace& pace, int num_sms, int64_t rows, int64_t heads, int64_t topk) {
+  return {rows * ((heads + pace.head_tile - 1) / pace.head_tile),
+          (topk + pace.tokens - 1) / pace.tokens, int64_t{num_sms} * pace.blocks};
+}
+
+// How often a block of so many has a next tile, or two, to do.
+inline int64_t times_of_split(const DecodePace& pace, const DecodeWork& work, int64_t splits) {
+  return ((work.tiles + splits - 1) / splits + pace.tiles - 1) / pace.tiles;
+}
+
+// In tenths of a microsecond.
+inline int64_t split_cost(const DecodePace& pace, const DecodeWork& work, int64_t splits) {
+  constexpr int64_t kCombine = 30;  // the second kernel; and a tenth for each part that it reads
+  const int64_t waves = (work.blocks * splits + work.slots - 1) / work.slots;
+  return waves * (times_of_split(pace, work, splits) * pace.per_time + pace.start) +
+         (splits > 1 ? kCombine + splits : 0);
+}
+
+// Blocks never outnumber the places for them by more than four, which also bounds the partial
+// results: 67 MB on an H200.
+inline int64_t most_splits(const DecodeWork& work) {
+  constexpr int64_t kBlocksPerSlot = 4;
+  const int64_t room = kBlocksPerSlot * work.slots / std::max<int64_t>(work.blocks, 1);
+  return std::max<int64_t>(std::min({work.tiles, int64_t{kMaxSplits}, room}), 1);
+}
+
 struct DecodeCost {
   int num_splits = 1;
   int64_t tenths = INT64_MAX;  // of a microsecond
 };
 
-// The split count of the least cost. Blocks never outnumber the places for them by more than four,
-// which also bounds the partial results: 67 MB on an H200.
-inline DecodeCost cheapest_splits(
-    const DecodePace& pace, int num_sms, int64_t rows, int64_t heads, int64_t topk) {
-  constexpr int64_t kBlocksPerSlot = 4;
-  constexpr int64_t kCombine = 30;  // the second kernel; and a tenth for each part that it reads
-  const int64_t slots = int64_t{num_sms} * pace.blocks;
-  const int64_t blocks = rows * ((heads + pace.head_tile - 1) / pace.head_tile);
-  const int64_t tiles = (topk + pace.tokens - 1) / pace.tokens;
-  const int64_t most =
-      std::min({tiles, int64_t{kMaxSplits}, kBlocksPerSlot * slots / std::max<int64_t>(blocks, 1)});
+// The split count of the least cost, the least of equal ones.
+inline DecodeCost cheapest_splits(const DecodePace& pace, const DecodeWork& work) {
   DecodeCost best;
-  for (int64_t splits = 1; splits <= std::max<int64_t>(most, 1); ++splits) {
-    const int64_t waves = (blocks * splits + slots - 1) / slots;
-    const int64_t times = ((tiles + splits - 1) / splits + pace.tiles - 1) / pace.tiles;
-    const int64_t cost =
-        waves * (times * pace.per_time + pace.start) + (splits > 1 ? kCombine + splits : 0);
+  for (int64_t splits = 1; splits <= most_splits(work);) {
+    const int64_t cost = split_cost(pace, work, splits);
     if (cost < best.tenths) best = {static_cast<int>(splits), cost};
+    const int64_t times = times_of_split(pace, work, splits);
+    if (times <= 1) break;
+    // On to the fewest splits that save a time: those between cost more.
+    const int64_t fewer = (times - 1) * pace.tiles;
+    splits = (work.tiles + fewer - 1) / fewer;
   }
   return best;
 }
@@ -87,7 +113,8 @@ inline DecodePlan plan_decode(const DecodeDevice& device,
   const auto consider = [&](const DecodePace& pace) {
     // No tile is padded by half or more where a smaller one does.
     if (pace.head_tile > 16 && heads <= pace.head_tile / 2) return;
-    const DecodeCost cost = cheapest_splits(pace, device.num_sms, rows, heads, topk);
+    const DecodeCost cost =
+        cheapest_splits(pace, decode_work(pace, device.num_sms, rows, heads, topk));
     if (cost.tenths >= least) return;
     least = cost.tenths;
     plan.head_tile = pace.head_tile;

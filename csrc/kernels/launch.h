@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/decode_plan.h"
 #include "kernels/params.h"
 
 struct CUstream_st;  // cudaStream_t without the CUDA headers
@@ -77,9 +78,14 @@ int gather(const RequestGatherParams& params, CUstream_st* stream);
 int convert(const ConvertParams& params, CUstream_st* stream);
 int merge(const MergeParams& params, CUstream_st* stream);
 
+// How the current device serves a call; kNone if it cannot.
+DecodePlan decode_plan(const DecodeParams& params);
 // `workspace`: device memory of so many bytes, of which only this call makes use; null if none.
-int64_t decode_workspace_bytes(const DecodeParams& params);
-int decode(const DecodeParams& params, void* workspace, CUstream_st* stream);
+int64_t decode_workspace_bytes(const DecodeParams& params, const DecodePlan& plan);
+int decode(const DecodeParams& params,
+           const DecodePlan& plan,
+           void* workspace,
+           CUstream_st* stream);
 
 const char* error_text(int error);
 bool is_missing_code(int error);  // this build has no code of that kernel for the device

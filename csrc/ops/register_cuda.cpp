@@ -131,12 +131,13 @@ std::tuple<Tensor, Tensor> decode(TensorRef q,
   check_limit(kOp, "topk", p.topk, cuda::kMaxCapacity);
   if (p.batch * p.s_q * p.heads == 0) return {call.out, call.lse};
   on_current_stream(kOp, kv_cache, [&](CUstream_st* stream) {
-    const int64_t bytes = cuda::decode_workspace_bytes(p);
-    if (bytes == 0) return cuda::decode(p, nullptr, stream);
+    const DecodePlan plan = cuda::decode_plan(p);
+    const int64_t bytes = cuda::decode_workspace_bytes(p, plan);
+    if (bytes == 0) return cuda::decode(p, plan, nullptr, stream);
     // Given back when the call returns, and taken again only by what runs on the stream after it.
     const Tensor workspace = empty_contiguous({bytes}, aoti_torch_dtype_uint8(),
                                               aoti_torch_device_type_cuda(), q.get_device_index());
-    return cuda::decode(p, workspace.data_ptr(), stream);
+    return cuda::decode(p, plan, workspace.data_ptr(), stream);
   });
   return {call.out, call.lse};
 }

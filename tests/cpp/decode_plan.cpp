@@ -45,6 +45,20 @@ void check_shape(int arch, int num_sms, int64_t rows, int64_t heads, int64_t top
   say(plan.num_splits == 1 || plan.num_splits <= tiles, "a split without a tile");
   say(rows <= 4 * num_sms || plan.num_splits == 1, "splits although the rows fill the device");
 
+  // Not every count is looked at; none of the others may be better.
+  const auto cheapest = [&](const nvfp4_dsmla::DecodePace& pace) {
+    const auto work = nvfp4_dsmla::decode_work(pace, num_sms, rows, heads, topk);
+    const auto best = nvfp4_dsmla::cheapest_splits(pace, work);
+    say(best.tenths == nvfp4_dsmla::split_cost(pace, work, best.num_splits), "another cost");
+    for (int64_t splits = 1; splits <= nvfp4_dsmla::most_splits(work); ++splits) {
+      const int64_t cost = nvfp4_dsmla::split_cost(pace, work, splits);
+      say(cost > best.tenths || (cost == best.tenths && splits >= best.num_splits),
+          "a cheaper count of splits");
+    }
+  };
+  for (const auto& pace : nvfp4_dsmla::kMmaPaces) cheapest(pace);
+  for (const auto& pace : nvfp4_dsmla::kWgmmaPaces) cheapest(pace);
+
   const DecodePlan again = plan_decode(device, rows, heads, topk);
   say(again.kernel == plan.kernel && again.num_splits == plan.num_splits, "not a pure function");
   say(plan_decode(device, rows, heads, topk, DecodeKernel::kMma).kernel == DecodeKernel::kMma,

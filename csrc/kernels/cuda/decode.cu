@@ -38,20 +38,19 @@ DecodeKernel wanted_kernel() {
   return DecodeKernel::kNone;
 }
 
-DecodePlan plan_for(const DecodeParams& p) {
+}  // namespace
+
+DecodePlan decode_plan(const DecodeParams& p) {
   // wgmma's kernel loads records in whole 16 bytes; mma's has a path for any alignment.
   const DecodeKernel wanted = records_aligned(p.cache, 16) ? wanted_kernel() : DecodeKernel::kMma;
   return plan_decode(current_device(), p.batch * p.s_q, p.heads, p.topk, wanted);
 }
 
-}  // namespace
-
-int64_t decode_workspace_bytes(const DecodeParams& p) {
-  return DecodeKernelParams::workspace_bytes(p, plan_for(p));
+int64_t decode_workspace_bytes(const DecodeParams& p, const DecodePlan& plan) {
+  return DecodeKernelParams::workspace_bytes(p, plan);
 }
 
-int decode(const DecodeParams& p, void* workspace, CUstream_st* stream) {
-  const DecodePlan plan = plan_for(p);
+int decode(const DecodeParams& p, const DecodePlan& plan, void* workspace, CUstream_st* stream) {
   if (plan.kernel == DecodeKernel::kNone) return cudaErrorNoKernelImageForDevice;
   const DecodeKernelParams params(p, plan, workspace);
   const auto run = plan.kernel == DecodeKernel::kWgmma ? decode_wgmma : decode_mma;
