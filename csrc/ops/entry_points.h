@@ -59,35 +59,15 @@ AOTITorchError call(std::tuple<Results*...> results, const Arguments&... argumen
 
 extern "C" {
 
-NVFP4_DSMLA_ENTRY(concat_and_cache_nvfp4_ds_mla)(Handle kv_c,
-                                                 Handle k_pe,
-                                                 Handle kv_cache,
-                                                 Handle slot_mapping,
-                                                 int64_t layer,
-                                                 Handle* nothing) {
-  return call<&concat_and_cache<Format::kNvfp4>>(std::tuple(nothing), kv_c, k_pe, kv_cache,
-                                                 slot_mapping, layer);
-}
-
-NVFP4_DSMLA_ENTRY(concat_and_cache_fp8_ds_mla)(Handle kv_c,
-                                               Handle k_pe,
-                                               Handle kv_cache,
-                                               Handle slot_mapping,
-                                               int64_t layer,
-                                               Handle* nothing) {
-  return call<&concat_and_cache<Format::kFp8>>(std::tuple(nothing), kv_c, k_pe, kv_cache,
-                                               slot_mapping, layer);
-}
-
-NVFP4_DSMLA_ENTRY(concat_and_cache_bfloat16)(Handle kv_c,
-                                             Handle k_pe,
-                                             Handle kv_cache,
-                                             Handle slot_mapping,
-                                             int64_t layer,
-                                             Handle* nothing) {
-  return call<&concat_and_cache<Format::kBFloat16>>(std::tuple(nothing), kv_c, k_pe, kv_cache,
-                                                    slot_mapping, layer);
-}
+#define NVFP4_DSMLA_WRITE_ENTRY(op, kFormat)                                                   \
+  NVFP4_DSMLA_ENTRY(op)(Handle kv_c, Handle k_pe, Handle kv_cache, Handle slot_mapping,        \
+                        int64_t layer, Handle* nothing) {                                      \
+    return call<&concat_and_cache<Format::kFormat>>(std::tuple(nothing), kv_c, k_pe, kv_cache, \
+                                                    slot_mapping, layer);                      \
+  }
+NVFP4_DSMLA_WRITE_ENTRY(concat_and_cache_nvfp4_ds_mla, kNvfp4)
+NVFP4_DSMLA_WRITE_ENTRY(concat_and_cache_fp8_ds_mla, kFp8)
+NVFP4_DSMLA_WRITE_ENTRY(concat_and_cache_bfloat16, kBFloat16)
 
 NVFP4_DSMLA_ENTRY(fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla)(Handle kv_c,
                                                                     Handle k_pe,
@@ -106,42 +86,25 @@ NVFP4_DSMLA_ENTRY(fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla)(Handle kv_c,
                                        round_to_input);
 }
 
-NVFP4_DSMLA_ENTRY(cp_gather_and_upconvert_nvfp4_kv_cache)(Handle src_cache,
-                                                          Handle dst,
-                                                          Handle block_table,
-                                                          Handle workspace_starts,
-                                                          int64_t batch_size,
-                                                          const Handle* seq_starts,
-                                                          int64_t layer,
-                                                          Handle* nothing) {
-  return call<&cp_gather<Format::kNvfp4>>(std::tuple(nothing), src_cache, dst, block_table,
-                                          workspace_starts, batch_size, optional(seq_starts),
-                                          layer);
-}
+#define NVFP4_DSMLA_REQUEST_GATHER_ENTRY(op, kFormat)                                              \
+  NVFP4_DSMLA_ENTRY(op)(Handle src_cache, Handle dst, Handle block_table, Handle workspace_starts, \
+                        int64_t batch_size, const Handle* seq_starts, int64_t layer,               \
+                        Handle* nothing) {                                                         \
+    return call<&cp_gather<Format::kFormat>>(std::tuple(nothing), src_cache, dst, block_table,     \
+                                             workspace_starts, batch_size, optional(seq_starts),   \
+                                             layer);                                               \
+  }
+NVFP4_DSMLA_REQUEST_GATHER_ENTRY(cp_gather_and_upconvert_nvfp4_kv_cache, kNvfp4)
+NVFP4_DSMLA_REQUEST_GATHER_ENTRY(cp_gather_and_upconvert_fp8_kv_cache, kFp8)
 
-NVFP4_DSMLA_ENTRY(cp_gather_and_upconvert_fp8_kv_cache)(Handle src_cache,
-                                                        Handle dst,
-                                                        Handle block_table,
-                                                        Handle workspace_starts,
-                                                        int64_t batch_size,
-                                                        const Handle* seq_starts,
-                                                        int64_t layer,
-                                                        Handle* nothing) {
-  return call<&cp_gather<Format::kFp8>>(std::tuple(nothing), src_cache, dst, block_table,
-                                        workspace_starts, batch_size, optional(seq_starts), layer);
-}
-
-NVFP4_DSMLA_ENTRY(gather_and_upconvert_nvfp4_ds_mla)(
-    Handle kv_cache, Handle slots, const int32_t* dtype, int64_t layer, Handle* out) {
-  return call<&gather<Format::kNvfp4>>(std::tuple(out), kv_cache, slots, scalar_type_of(dtype),
-                                       layer);
-}
-
-NVFP4_DSMLA_ENTRY(gather_and_upconvert_fp8_ds_mla)(
-    Handle kv_cache, Handle slots, const int32_t* dtype, int64_t layer, Handle* out) {
-  return call<&gather<Format::kFp8>>(std::tuple(out), kv_cache, slots, scalar_type_of(dtype),
-                                     layer);
-}
+#define NVFP4_DSMLA_SLOT_GATHER_ENTRY(op, kFormat)                                                 \
+  NVFP4_DSMLA_ENTRY(op)(Handle kv_cache, Handle slots, const int32_t* dtype, int64_t layer,        \
+                        Handle* out) {                                                             \
+    return call<&gather<Format::kFormat>>(std::tuple(out), kv_cache, slots, scalar_type_of(dtype), \
+                                          layer);                                                  \
+  }
+NVFP4_DSMLA_SLOT_GATHER_ENTRY(gather_and_upconvert_nvfp4_ds_mla, kNvfp4)
+NVFP4_DSMLA_SLOT_GATHER_ENTRY(gather_and_upconvert_fp8_ds_mla, kFp8)
 
 NVFP4_DSMLA_ENTRY(convert_kv_cache)(Handle src, Handle dst, Handle* nothing) {
   return call<&convert>(std::tuple(nothing), src, dst);

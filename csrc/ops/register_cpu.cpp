@@ -7,6 +7,7 @@
 #include "format/record.h"
 #include "kernels/launch.h"
 #include "ops/check.h"
+#include "ops/implementations.h"
 #include "ops/torch_stable.h"
 
 namespace nvfp4_dsmla {
@@ -177,29 +178,10 @@ std::tuple<Tensor, Tensor> merge(TensorRef out_a,
 }
 
 }  // namespace
-}  // namespace nvfp4_dsmla
 
-STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CPU, library) {
-  using nvfp4_dsmla::Format;
-  library.impl("concat_and_cache_nvfp4_ds_mla",
-               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kNvfp4>));
-  library.impl("concat_and_cache_fp8_ds_mla",
-               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kFp8>));
-  library.impl("concat_and_cache_bfloat16",
-               TORCH_BOX(&nvfp4_dsmla::concat_and_cache<Format::kBFloat16>));
-  library.impl("fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla",
-               TORCH_BOX(&nvfp4_dsmla::fused_concat_and_cache));
-  library.impl("cp_gather_and_upconvert_nvfp4_kv_cache",
-               TORCH_BOX(&nvfp4_dsmla::cp_gather<Format::kNvfp4>));
-  library.impl("cp_gather_and_upconvert_fp8_kv_cache",
-               TORCH_BOX(&nvfp4_dsmla::cp_gather<Format::kFp8>));
-  library.impl("gather_and_upconvert_nvfp4_ds_mla",
-               TORCH_BOX(&nvfp4_dsmla::gather<Format::kNvfp4>));
-  library.impl("gather_and_upconvert_fp8_ds_mla", TORCH_BOX(&nvfp4_dsmla::gather<Format::kFp8>));
-  library.impl("convert_kv_cache", TORCH_BOX(&nvfp4_dsmla::convert));
-  library.impl("sparse_mla_decode", TORCH_BOX(&nvfp4_dsmla::decode));
-  library.impl("merge_attention_states", TORCH_BOX(&nvfp4_dsmla::merge));
-}
+STABLE_TORCH_LIBRARY_IMPL(nvfp4_dsmla, CPU, library) { NVFP4_DSMLA_IMPLEMENT(library) }
+
+}  // namespace nvfp4_dsmla
 
 #define NVFP4_DSMLA_DEVICE cpu
 #include "ops/entry_points.h"
