@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import torch
 import typer
@@ -22,6 +23,13 @@ from benchmarks.report import Report, Result, progress_line
 
 Results = Iterator[Result]
 
+
+class Run(Protocol):
+    """Measures on a device."""
+
+    def __call__(self, device: torch.device, /, *, quick: bool) -> Results: ...
+
+
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes, nothing slow to compile.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
 Json = Annotated[Path | None, typer.Option(help="Write all numbers to this file.")]
@@ -33,64 +41,41 @@ app = typer.Typer(
 )
 
 
-def cache(
-    device: Device = "",
-    quick: Quick = False,
-    json: Json = None,
-    plot: Plot = None,
-    out: Out = None,
-) -> None:
-    """Time the write and the gathers over sizes, layouts and dtypes."""
-    on = _device(device)
-    _measure([lambda: cache_benchmark.run(on, quick=quick)], json, plot, out)
+def timing(*runs: Run) -> Callable[..., None]:
+    """A command that measures these, one after another."""
+
+    def command(
+        device: Device = "",
+        quick: Quick = False,
+        json: Json = None,
+        plot: Plot = None,
+        out: Out = None,
+    ) -> None:
+        on = _device(device)
+        _measure([partial(run, on, quick=quick) for run in runs], json, plot, out)
+
+    return command
 
 
-def fused(
-    device: Device = "",
-    quick: Quick = False,
-    json: Json = None,
-    plot: Plot = None,
-    out: Out = None,
-) -> None:
-    """Time the fused write over sizes, against the write alone and the unfused chain."""
-    on = _device(device)
-    _measure([lambda: fused_benchmark.run(on, quick=quick)], json, plot, out)
-
-
-def decode(
-    device: Device = "",
-    quick: Quick = False,
-    json: Json = None,
-    plot: Plot = None,
-    out: Out = None,
-) -> None:
-    """Time sparse_mla_decode over heads, batch sizes and topk."""
-    on = _device(device)
-    _measure([lambda: decode_benchmark.run(on, quick=quick)], json, plot, out)
-
-
-def step(
-    device: Device = "",
-    quick: Quick = False,
-    json: Json = None,
-    plot: Plot = None,
-    out: Out = None,
-) -> None:
-    """Time a model's whole decode step: eager, compiled and as CUDA graphs."""
-    on = _device(device)
-    _measure([lambda: step_benchmark.run(on, quick=quick)], json, plot, out)
-
-
-def host(
-    device: Device = "",
-    quick: Quick = False,
-    json: Json = None,
-    plot: Plot = None,
-    out: Out = None,
-) -> None:
-    """Time what a call costs the host, from Python and in a compiled graph."""
-    on = _device(device)
-    _measure([lambda: host_benchmark.run(on, quick=quick)], json, plot, out)
+TIMINGS: dict[str, tuple[Run, str]] = {
+    "cache": (
+        cache_benchmark.run,
+        "Time the write and the gathers over sizes, layouts and dtypes.",
+    ),
+    "fused": (
+        fused_benchmark.run,
+        "Time the fused write over sizes, against the write alone and the unfused chain.",
+    ),
+    "decode": (decode_benchmark.run, "Time sparse_mla_decode over heads, batch sizes and topk."),
+    "step": (
+        step_benchmark.run,
+        "Time a model's whole decode step: eager, compiled and as CUDA graphs.",
+    ),
+    "host": (
+        host_benchmark.run,
+        "Time what a call costs the host, from Python and in a compiled graph.",
+    ),
+}
 
 
 def package(device: Device = "", json: Json = None) -> None:
@@ -101,31 +86,7 @@ def package(device: Device = "", json: Json = None) -> None:
 
 def cpu(quick: Quick = False, json: Json = None, plot: Plot = None, out: Out = None) -> None:
     """Time the CPU's kernels on one thread and on all."""
-    _measure([lambda: cpu_benchmark.run(quick=quick)], json, plot, out)
-
-
-def run_all(
-    device: Device = "",
-    quick: Quick = False,
-    json: Json = None,
-    plot: Plot = None,
-    out: Out = None,
-) -> None:
-    """Do all of them but `package`."""
-    on = _device(device)
-    _measure(
-        [
-            lambda: cache_benchmark.run(on, quick=quick),
-            lambda: fused_benchmark.run(on, quick=quick),
-            lambda: decode_benchmark.run(on, quick=quick),
-            lambda: step_benchmark.run(on, quick=quick),
-            lambda: host_benchmark.run(on, quick=quick),
-            lambda: cpu_benchmark.run(quick=quick),
-        ],
-        json,
-        plot,
-        out,
-    )
+    _measure([partial(cpu_benchmark.run, quick=quick)], json, plot, out)
 
 
 def show(report: Path, plot: Plot = None) -> None:
@@ -167,9 +128,15 @@ def _print_tables(report: Report) -> None:
         console.print(table)
 
 
-for command in (cache, fused, decode, step, host, package, cpu, show):
+for name, (run, what) in TIMINGS.items():
+    app.command(name, help=what)(timing(run))
+for command in (package, cpu, show):
     app.command()(command)
-app.command("all")(run_all)
+app.command("all", help="Do all of them but `package`.")(
+    timing(
+        *(run for run, _ in TIMINGS.values()), lambda _, *, quick: cpu_benchmark.run(quick=quick)
+    )
+)
 
 if __name__ == "__main__":
     app(prog_name="python -m benchmarks")
