@@ -183,6 +183,16 @@ def test_a_capacity_that_cuda_cannot_count(device: torch.device) -> None:
         )
 
 
+def test_a_topk_that_cuda_cannot_count(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("the CPU counts in 64 bits")
+    arguments = good_arguments("sparse_mla_decode", device)
+    indices = arguments["indices"][:, :, :1]
+    arguments["indices"] = indices.expand(*indices.shape[:2], INT32.max - 1022)
+    with pytest.raises(ValueError, match=f"topk: wanted at most {INT32.max - 1023} on this device"):
+        nvfp4_dsmla.sparse_mla_decode(**arguments)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_arguments_are_given_by_name(device: torch.device, op: str) -> None:
     with pytest.raises(TypeError, match="positional"):

@@ -97,6 +97,8 @@ ComputeCapability compute_capability(int device);
 
 // The kernels index slots in 32 bits; a cache of more tokens (756 GB) must be refused before.
 inline constexpr int64_t kMaxCapacity = INT32_MAX;
+// Decode counts a row's indices in 32 bits too, and a few tiles past the last one.
+inline constexpr int64_t kMaxTopk = INT32_MAX - 1023;
 
 }  // namespace cuda
 

@@ -129,7 +129,7 @@ std::tuple<Tensor, Tensor> decode(TensorRef q,
   const DecodeParams& p = call.params;
   check_capacity(kOp, p.cache);
   check_limit(kOp, "batch * s_q * heads", p.batch * p.s_q * p.heads, cuda::kMaxCapacity);
-  check_limit(kOp, "topk", p.topk, cuda::kMaxCapacity);
+  check_limit(kOp, "topk", p.topk, cuda::kMaxTopk);
   if (p.batch * p.s_q * p.heads == 0) return {call.out, call.lse};
   on_current_stream(kOp, kv_cache, [&](CUstream_st* stream) {
     const DecodePlan plan = cuda::decode_plan(p);
