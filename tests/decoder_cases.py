@@ -49,9 +49,10 @@ BLOCK_SIZE = 7
 
 
 class TwinCache(NvFp4Cache):
-    """Keeps the latents too that its records are made of, as they are.
+    """Keeps the latents too that its records are made of, in their dtype, of `make_decoder`.
 
-    A block more than there are, for what has no slot.
+    In a wider one Inductor's kernels keep what they have before they round it for the write. A
+    block more than there are, for what has no slot.
     """
 
     twin: Tensor
@@ -67,7 +68,7 @@ class TwinCache(NvFp4Cache):
         _, blocks, block_size, _ = self.pool.shape
         slot = torch.where(slots < 0, blocks * block_size, slots)
         place = (torch.full_like(slot, layer), slot // block_size, slot % block_size)
-        self.twin.index_put_(place, torch.cat([kv_c, k_pe], dim=-1).float())
+        self.twin.index_put_(place, torch.cat([kv_c, k_pe], dim=-1))
 
     def records_of_twin(self) -> Tensor:
         """The pool that the latents make."""
@@ -95,6 +96,8 @@ def make_decoder(
     decoder = Decoder(
         config, cache, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype, device=device
     )
+    if isinstance(decoder.cache, TwinCache):
+        decoder.cache.twin = decoder.cache.twin.to(dtype)
     generator = torch.Generator().manual_seed(1)
     for pool in decoder.buffers():
         if pool.dim() == 4 and pool.dtype != torch.uint8:

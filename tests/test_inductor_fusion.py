@@ -302,7 +302,9 @@ def test_aot_inductor(device: torch.device, generator: torch.Generator, tmp_path
     rows = {0: torch.export.Dim("tokens", min=2, max=80)}
     exported = torch.export.export(layers, all_inputs[0], dynamic_shapes=(rows, rows, rows))
     path = torch._inductor.aoti_compile_and_package(
-        exported, package_path=str(tmp_path / "layers.pt2")
+        exported,
+        package_path=str(tmp_path / "layers.pt2"),
+        inductor_configs=nvfp4_dsmla.aoti.c_shims(),
     )
     assert fused_since(before) == 2
     package = torch._inductor.aoti_load_package(path)
