@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +19,7 @@ from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 
@@ -143,6 +147,36 @@ def test_a_static_pool_has_no_size_in_the_graph(
     torch._dynamo.reset()
     compiled(other, *inputs)
     assert sizes == [True, False]
+
+
+WITH_CACHES = """
+import torch
+from torch._dynamo.utils import counters
+
+import nvfp4_dsmla
+
+def write(pool, x, slots):
+    nvfp4_dsmla.concat_and_cache_nvfp4_ds_mla(
+        kv_c=x[:, :512], k_pe=x[:, 512:], kv_cache=pool, slot_mapping=slots
+    )
+
+for marked in (False, True):
+    pool = nvfp4_dsmla.allocate_kv_cache(num_blocks=2, block_size=4)
+    if marked:
+        nvfp4_dsmla.mark_static_pools(pool)
+    torch._dynamo.reset()
+    torch.compile(write, fullgraph=True)(pool, torch.randn(3, 576), torch.arange(3))
+print(*(counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss")))
+"""
+
+
+def test_compile_caches_tell_a_static_pool_from_another(tmp_path: Path) -> None:
+    """Not before PyTorch 2.13: there the second call finds the first one's graph."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    del environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"]
+    command = [sys.executable, "-c", WITH_CACHES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == (["0", "2"] if torch.__version__ >= "2.13" else ["1", "1"])
 
 
 def test_unbacked_sizes_may_be_0_and_1_and_equal(
