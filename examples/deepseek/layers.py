@@ -17,8 +17,8 @@ from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, ROPE_DIM
 class Step(NamedTuple):
     """What one step is to compute, S tokens of each of B requests: the model's arguments.
 
-    What a request has no token for is padding: slot -1. A request of padding has seq_len 0, and its
-    blocks may be -1; its logits mean nothing, and it changes nothing.
+    What a request has no token for is padding: slot -1, position 0. A request of padding has
+    seq_len 0, and its blocks may be -1; its logits mean nothing, and it changes nothing.
     """
 
     tokens: Tensor  # int64 [B, S]
@@ -107,7 +107,7 @@ class Indexer(nn.Module):
         context = keys.gather(step.block_table, self.layer)
         agreement = torch.einsum("bshd,btd->bsht", q, context).relu()
         scores = (agreement.float() * self.head_weights(x).float()[..., None]).sum(dim=2)
-        visible = torch.minimum(step.positions + 1, step.seq_lens[:, None]).clamp(min=0)
+        visible = torch.minimum(step.positions + 1, step.seq_lens[:, None])
         place = torch.arange(context.shape[1], device=x.device)
         scores = scores.masked_fill(place >= visible[..., None], -torch.inf)
         # So that there are topk columns to choose from, however short the block table.

@@ -93,7 +93,7 @@ class Decoder(nn.Module):
 
     def run(self, step: Step, *, prefill: bool) -> Tensor:
         """What both steps are."""
-        cos_sin = F.embedding(step.positions.clamp(min=0), self.cos_sin)
+        cos_sin = F.embedding(step.positions, self.cos_sin)
         x = self.embedding(step.tokens)
         for block in self.blocks:
             x = block(x, cos_sin, self.cache, self.keys, step, prefill=prefill)
