@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.cases import Case, DecodeCase
@@ -24,6 +24,7 @@ class Comparison:
 
     clock: "device", cold L2 and graph replay, or "host", plain calls.
     threads: of the CPU; None on a GPU.
+    launches: kernels and copies of a call, of the subjects of which they were counted.
     """
 
     benchmark: str
@@ -31,6 +32,7 @@ class Comparison:
     clock: str
     threads: int | None
     timings: dict[str, Timing]
+    launches: dict[str, int] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:
@@ -69,7 +71,12 @@ class Comparison:
         """The inverse; what follows from the times is worked out again."""
         timings = {name: Timing(**timing) for name, timing in data["timings"].items()}
         return Comparison(
-            data["benchmark"], Case(**data["case"]), data["clock"], data["threads"], timings
+            data["benchmark"],
+            Case(**data["case"]),
+            data["clock"],
+            data["threads"],
+            timings,
+            data.get("launches", {}),
         )
 
 

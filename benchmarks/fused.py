@@ -19,7 +19,7 @@ from benchmarks.cases import CHUNK, DECODE, PREFILL, Buffers, Case, buffer_sets
 from benchmarks.ceiling import Ceiling
 from benchmarks.comparison import Comparison
 from benchmarks.cpu import SETS
-from benchmarks.timing import time_calls
+from benchmarks.timing import count_launches, time_calls
 from nvfp4_dsmla import reference_fused
 from nvfp4_dsmla.layout import NOPE_DIM, ROPE_DIM
 
@@ -74,11 +74,11 @@ def measure(
     """All subjects on one case. Checks our op against the reference."""
     sets = input_sets(case, device, ceiling.sets_for(case.bytes))
     check(sets[0])
-    timings = {
-        name: ceiling.time(calls, case.bytes) for name, calls in calls_of(sets, compiled).items()
-    }
+    calls_by_name = calls_of(sets, compiled)
+    timings = {name: ceiling.time(calls, case.bytes) for name, calls in calls_by_name.items()}
     timings |= {subjects.COPY: ceiling.copy_time(case.bytes), subjects.EMPTY: empty}
-    return Comparison("fused", case, "device", None, timings)
+    launches = {name: count_launches(calls[0]) for name, calls in calls_by_name.items()}
+    return Comparison("fused", case, "device", None, timings, launches)
 
 
 def measure_on_cpu(

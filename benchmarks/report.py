@@ -178,6 +178,8 @@ def _comparison_table(comparisons: list[Comparison]) -> Table:
         table.add_column(name, justify="right" if name == "tokens" else "left")
     numbers = ["us", "10% .. 90%", "GB/s", "copy, us", "% of copy"]
     numbers += [f"{name}, us" for name in extra] + [f"x {name}" for name in baselines]
+    counted = [name for name in (OURS, *BASELINES) if any(name in c.launches for c in comparisons)]
+    numbers += ["launches: " + " / ".join(counted)] if counted else []
     for name in numbers:
         table.add_column(name, justify="right")
     for c in comparisons:
@@ -195,6 +197,7 @@ def _comparison_table(comparisons: list[Comparison]) -> Table:
             "" if c.percent_of_copy is None else f"{c.percent_of_copy:.1f}",
             *(_number(c.timings[name].us) if name in c.timings else "" for name in extra),
             *(f"{faster[name]:.2f}" if name in faster else "" for name in baselines),
+            *([" / ".join(str(c.launches.get(name, "")) for name in counted)] if counted else []),
         )
     return table
 

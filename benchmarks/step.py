@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.comparison import StepTime
-from benchmarks.timing import time_calls
+from benchmarks.timing import count_launches, time_calls
 from nvfp4_dsmla.inductor import FusionPass
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM
 
@@ -107,10 +107,7 @@ def measure(
         timings = time_calls(
             calls, finish=torch.cuda.synchronize if on_gpu else None, seconds=seconds
         )
-        launches = {
-            how: count_launches(function, steps[0]) if on_gpu else None
-            for how, function in functions.items()
-        }
+        launches = {how: count_launches(c[0]) if on_gpu else None for how, c in calls.items()}
     of_case = (case.config.num_layers, case.batch, case.context, device.type)
     for how, timing in timings.items():
         yield StepTime(cache, how, *of_case, timing, launches[how])
@@ -186,16 +183,6 @@ def captured(function: StepFunction, step: Step) -> StepFunction:
         return logits
 
     return replay
-
-
-def count_launches(function: StepFunction, step: Step) -> int:
-    """Kernels and copies of a step, as CUDA's profiler sees them; 0 where it sees nothing."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function(*step)
-        torch.cuda.synchronize()
-    on_device = [event for event in profile.events() if str(event.device_type).endswith("CUDA")]
-    # Inductor's names for its regions are shown on the device too.
-    return sum(not getattr(event, "is_user_annotation", False) for event in on_device)
 
 
 def check(case: StepCase, functions: dict[str, StepFunction], step: Step) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from benchmarks import cpu, decode, fused, step, subjects
 from benchmarks.cases import Case, DecodeCase, buffer_sets, decode_cases, device_cases
 from benchmarks.comparison import Comparison, DecodeComparison, HostCost, StepTime
 from benchmarks.report import Report, progress_line
-from benchmarks.timing import Timing, time_calls, time_loops
+from benchmarks.timing import Timing, count_launches, time_calls, time_loops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +42,7 @@ KNOWN = Comparison(
         subjects.COPY: took(1.5),
         subjects.COMPILED: took(30.0),
     },
+    launches={subjects.OURS: 1, subjects.COMPILED: 27},
 )
 KNOWN_DECODE = DecodeComparison(
     case=DecodeCase(heads=64, batch=128, topk=2048),
@@ -228,10 +230,9 @@ def test_a_wrong_step_is_not_timed(cache: str) -> None:
 def test_launches_are_counted(device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("launches are CUDA's")
-    (case,) = step.cases(CPU, quick=True)
-    (first, *_) = step.random_steps(case, device)
-    once = step.count_launches(lambda *inputs: inputs[0] + 1, first)
-    assert step.count_launches(lambda *inputs: inputs[0] + 1 + inputs[1], first) == once + 1 > 1
+    x = torch.zeros(3, device=device)
+    once = count_launches(lambda: x + 1)
+    assert count_launches(lambda: x + 1 + x) == once + 1 > 1
 
 
 def test_a_wrong_op_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +304,14 @@ def test_the_file_has_what_it_is_to_have(measured: Report, tmp_path: Path) -> No
     assert Report.load(path) == measured
 
 
+def test_a_file_may_have_no_launches() -> None:
+    """As one of before they were counted."""
+    data = json.loads(json.dumps(KNOWN.to_json()))
+    assert Comparison.from_json(data) == KNOWN
+    del data["launches"]
+    assert Comparison.from_json(data) == replace(KNOWN, launches={})
+
+
 def test_the_plot_is_a_png(measured: Report, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.plot import draw
@@ -328,7 +337,8 @@ def test_the_tables_show_the_numbers(measured: Report) -> None:
     with console.capture() as captured:
         console.print(*report.tables())
     text = captured.get()
-    for number in ("75.0", "15.00", "756", "3.00", "365.1", "0.923", "46.2", "9.00", "4,321"):
+    of_cache, of_decode = ("75.0", "15.00", "756", "1 / 27"), ("365.1", "0.923", "46.2", "9.00")
+    for number in (*of_cache, *of_decode, "3.00", "4,321"):
         assert f" {number} " in text
 
 
