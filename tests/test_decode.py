@@ -17,7 +17,7 @@ from torch import Tensor
 import nvfp4_dsmla
 from cases import BF16, FP16, INT32, Case, assert_memory_equal, copies_of
 from compare import assert_latents_equal
-from decode_cases import DECODES, Q_LAYOUTS, decode_arguments
+from decode_cases import DECODES, Q_LAYOUTS, SCALE, decode_arguments
 from nvfp4_dsmla import reference
 from nvfp4_dsmla.layout import NOPE_DIM, RECORD_BYTES
 
@@ -224,6 +224,19 @@ def test_scales(device: torch.device, scale: float, generator: torch.Generator) 
     out, lse = decode(arguments)
     torch.testing.assert_close(out.double().cpu(), want.out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.double().cpu(), want.lse, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("power", "heads"), [(100, 1), (30, 1), (-30, 64), (-100, 64)])
+@pytest.mark.parametrize("rows", [2, 70])  # on an H200 in tiles of 16 and of 64 heads
+def test_magnitudes_of_queries(
+    device: torch.device, power: int, heads: int, rows: int, generator: torch.Generator
+) -> None:
+    """Beyond fp16's range, in which CUDA multiplies some: one head's do not matter to another's."""
+    arguments = decode_arguments(
+        generator, device, batch=rows, heads=64, topk=130, scale=SCALE * 2.0**-power
+    )
+    arguments["q"][:, :, :heads] *= 2.0**power
+    check(arguments)
 
 
 @pytest.mark.parametrize("lengths", [None, "request", "row"])

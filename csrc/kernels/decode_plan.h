@@ -45,7 +45,7 @@ inline constexpr DecodePace kMmaPaces[] = {{16, kMmaTokens, 1, 2, 23, 50},
                                            {32, kMmaTokens, 1, 1, 18, 50}};
 inline constexpr DecodePace kWgmmaPaces[] = {{16, kWgmmaTokens, 2, 1, 30, 50},
                                              {32, kWgmmaTokens, 2, 1, 34, 50},
-                                             {64, kWgmmaTokens, 1, 1, 34, 90}};
+                                             {64, kWgmmaTokens, 1, 1, 21, 165}};
 
 // A call at such a pace.
 struct DecodeWork {

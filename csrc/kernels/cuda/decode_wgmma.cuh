@@ -1,5 +1,4 @@
-// The parts of decode_wgmma.cu: what a block keeps in shared memory, its barriers, and the running
-// softmax.
+// What the two kernels of decode_wgmma.cu have in common: tiles, warpgroups and hardware barriers.
 #pragma once
 
 #include <cfloat>
@@ -7,8 +6,6 @@
 
 #include "format/record.h"
 #include "kernels/cuda/decode.cuh"
-#include "kernels/cuda/hopper.cuh"
-#include "kernels/cuda/wgmma.cuh"
 
 namespace nvfp4_dsmla::cuda::hopper {
 
@@ -19,183 +16,89 @@ inline constexpr int kChunkDims = 64;  // 128 bytes of 16-bit elements: one swiz
 inline constexpr int kValueChunks = kNopeDim / kChunkDims;
 inline constexpr int kQueryChunks = kHeadDim / kChunkDims;
 inline constexpr int kRowBytes = kChunkDims * 2;
+inline constexpr int kChunkBytes = kTileTokens * kRowBytes;
 inline constexpr int kWarpTokens = kTileTokens / kGroupWarps;
-inline constexpr int kStageBytes = kWarpTokens * kRecordBytes;
 
-// Scores may exceed the running maximum by 2^8 before it is raised: sums lose nothing by it, and
-// the outputs are rescaled a few times a row, not once a tile.
-inline constexpr float kSlack = 8.0f;
+// What P and its sums are relative to, the running maximum, is raised if a score exceeds it by
+// 2^15, and then to 2^7 below the greatest: sums lose nothing by it, the outputs are rescaled a few
+// times a row, not once a tile, and P, at most 2^15 in fp16, keeps weights down to 2^-31 of the
+// greatest.
+inline constexpr float kSlack = 15.0f;
+inline constexpr float kHeadroom = 7.0f;
 // The maximum of no tokens: finite, so that no difference of two is NaN.
 inline constexpr float kNoMaximum = -FLT_MAX;
-
-template <int kHeads>
-struct alignas(1024) Shared {
-  // O of 64 heads takes most registers of two warpgroups, and leaves those of one to expand.
-  static constexpr int kExpanders = kHeads == 64 ? 1 : 2;
-  static constexpr int kSummers = kHeads == 64 ? 2 : 1;
-  static constexpr int kGroups = kExpanders + kSummers;
-  static constexpr int kThreads = kGroups * kGroupThreads;
-  // A thread's registers once the warpgroups have parted; all have 168 at first.
-  static constexpr int kExpanderRegisters = kHeads == 64 ? 184 : 168;
-  static constexpr int kSummerRegisters = kHeads == 64 ? 160 : 168;
-  static constexpr int kProbBytes = kHeads * 2;  // a token's probabilities
-  static constexpr int kBuffers = 2;             // as many as there is room for
-  // Records on their way, a tile an expander. With q of 64 heads there is no room.
-  static constexpr bool kStaged = kHeads < 64;
-
-  uint8_t values[kBuffers][kValueChunks][kTileTokens][kRowBytes];
-  uint8_t query[kQueryChunks][kHeads][kRowBytes];
-  uint8_t probs[kBuffers][kTileTokens][kProbBytes];
-  alignas(16) uint8_t stages[kStaged ? kExpanders * kGroupWarps : 1][kStaged ? kStageBytes : 1];
-  float running_max[kHeads];
-  uint32_t raises;  // how often they were raised
-  float rescale[kBuffers][kHeads];
-  uint32_t rescaled[kBuffers];
-  float warp_values[kExpanders][kGroupWarps][kHeads];  // maxima, in the end sums
-  float factor[kHeads];
-  uint64_t full[kBuffers], empty[kBuffers], finished;
-};
 
 __device__ inline int group_id() { return threadIdx.y / kGroupWarps; }
 __device__ inline int group_warp() { return threadIdx.y % kGroupWarps; }
 
-// The barriers of parts of a block, by number: 0 is __syncthreads'.
-inline constexpr int kGroupBarrier = 1;  // and the group
-inline constexpr int kExpandersBarrier = 4;
-inline constexpr int kSummersBarrier = 5;
-inline constexpr int kTurnBarrier = 6;  // and the expander
-
+// The hardware barriers of parts of a block, by number: 0 is __syncthreads'. Where warps multiply,
+// with a barrier that is polled the compiler would take them for diverged, and descriptions of
+// matrices take six instructions in place of one.
 __device__ inline void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 __device__ inline void barrier_pass(int barrier, int threads) {  // arrives, does not wait
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-__device__ inline void group_sync() { barrier_sync(kGroupBarrier + group_id(), kGroupThreads); }
-__device__ inline bool group_any(bool x) {
-  uint32_t any;
-  asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\n"
-      "selp.u32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(uint32_t{x}), "r"(kGroupBarrier + group_id()), "n"(kGroupThreads)
-      : "memory");
-  return any != 0;
+
+// A block's row, its share of the row's tokens, and its first head.
+struct BlockWork {
+  __device__ BlockWork(const DecodeKernelParams& p, int heads)
+      : row(blockIdx.x / p.num_splits),
+        split(static_cast<int>(blockIdx.x % p.num_splits)),
+        first_head(static_cast<int>(blockIdx.y) * heads),
+        place(p.row(row)) {
+    // From lane 0, so that the compiler knows it to be one value a warp, and keeps what follows
+    // from it in uniform registers: descriptions of matrices above all.
+    const auto share = p.share_of(place, split, kTileTokens);
+    begin = __shfl_sync(kFullWarp, share.begin, 0);
+    end = __shfl_sync(kFullWarp, p.device_cache.empty() ? begin : share.end, 0);
+  }
+
+  __device__ int tiles() const { return (end - begin + kTileTokens - 1) / kTileTokens; }
+
+  uint32_t row;
+  int split;
+  int first_head;
+  DecodeKernelParams::Row place;
+  int begin, end;  // columns of the indices
+};
+
+// Stores what is known of a head once its sum is, the logarithm in base 2; returns what its outputs
+// are to be multiplied by.
+__device__ inline float finish_head(
+    const DecodeKernelParams& p, const BlockWork& work, int local, float sum, float max) {
+  const float lse2 = sum == 0.0f ? -INFINITY : max + log2f(sum);
+  float factor = sum == 0.0f ? 0.0f : kMakeGood / sum;
+  const int head = work.first_head + local;
+  if (head >= p.heads) return factor;
+  const int64_t at = static_cast<int64_t>(work.row) * p.heads + head;
+  if (p.num_splits > 1) {
+    p.partial_lse[work.split * p.rows * p.heads + at] = lse2;
+  } else {
+    if (sum != 0.0f) factor *= sink_factor(p, head, lse2);
+    p.lse[at] = lse2 * kLn2;
+  }
+  return factor;
 }
 
-// The running softmax of a warpgroup over tokens, the rows of S^T.
-template <int kHeads>
-struct Softmax {
-  static constexpr int kColumns = kHeads / 4;  // a lane's heads: 8j + 2q, 8j + 2q + 1
-  __device__ static int head(int column) {
-    return 8 * (column / 2) + 2 * (lane_id() % 4) + column % 2;
-  }
+// 16, 32 heads a block; 64.
+int decode_few_heads(const DecodeKernelParams& p, int head_tile, cudaStream_t stream);
+int decode_many_heads(const DecodeKernelParams& p, cudaStream_t stream);
 
-  __device__ void start() {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      max[c] = kNoMaximum;
-      sum[c] = 0.0f;
-    }
+template <class Shared, class Kernel>
+int launch_blocks(
+    Kernel kernel, const DecodeKernelParams& p, int heads, int groups, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(Shared);
+  static_assert(kBytes <= 227 * 1024);
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      error != cudaSuccess) {
+    return error;
   }
-
-  // Sees to it that no score exceeds its maximum by more than the slack; whole warpgroup, and one
-  // expander after another. x is scaled, in base 2, -Inf where there is no token; raises is
-  // shared.raises, read beforehand.
-  __device__ void settle_max(Shared<kHeads>& shared,
-                             int buffer,
-                             uint32_t raises,
-                             const float (&x)[kHeads / 2]) {
-    if (raises != raises_seen) {  // another expander's doing
-      raises_seen = raises;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) raise(c, shared.running_max[head(c)]);
-    }
-    bool over = false;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) over |= tile_max(x, c) > max[c] + kSlack;
-    const bool any_over = group_any(over);
-    if (any_over) raise_to_tile(shared, buffer, x);
-    if (group_warp() == 0 && lane_id() == 0) shared.rescaled[buffer] = any_over;
-  }
-
-  // S^T -> P in its buffer, and into the sums.
-  template <class T>
-  __device__ void store_probs(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
-    const int row = 16 * group_warp() + lane_id() / 4;
-#pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) {
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const float low = exp2_approx(x[4 * j + 2 * t] - max[2 * j]);
-        const float high = exp2_approx(x[4 * j + 2 * t + 1] - max[2 * j + 1]);
-        sum[2 * j] += low;
-        sum[2 * j + 1] += high;
-        const int token = row + 8 * t;
-        const int unit = swizzled_unit<Shared<kHeads>::kProbBytes>(token, j);
-        *reinterpret_cast<uint32_t*>(
-            &shared.probs[buffer][token][unit * 16 + 4 * (lane_id() % 4)]) = pack(low, high, T{});
-      }
-    }
-  }
-
-  // This warp's sums, relative to the final maxima.
-  __device__ void finish(Shared<kHeads>& shared) const {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float total = sum[c];
-#pragma unroll
-      for (int step = 4; step < kWarpSize; step *= 2) {
-        total += __shfl_xor_sync(kFullWarp, total, step);
-      }
-      total *= exp2_approx(max[c] - shared.running_max[head(c)]);
-      if (lane_id() < 4) shared.warp_values[group_id()][group_warp()][head(c)] = total;
-    }
-  }
-
- private:
-  // Of a lane's two tokens.
-  __device__ static float tile_max(const float (&x)[kHeads / 2], int c) {
-    return fmaxf(x[4 * (c / 2) + c % 2], x[4 * (c / 2) + 2 + c % 2]);
-  }
-  __device__ void raise(int c, float to) {
-    sum[c] *= exp2_approx(max[c] - to);
-    max[c] = to;
-  }
-
-  // Raises the maxima to those of the tile, for every expander and for what is summed so far.
-  __device__ void raise_to_tile(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
-    auto& warp_max = shared.warp_values[group_id()];
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float top = tile_max(x, c);
-#pragma unroll
-      for (int step = 4; step < kWarpSize; step *= 2) {
-        top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, step));
-      }
-      if (lane_id() < 4) warp_max[group_warp()][head(c)] = top;
-    }
-    group_sync();
-    const bool leads = group_warp() == 0 && lane_id() < 4;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float top = max[c];
-#pragma unroll
-      for (int w = 0; w < kGroupWarps; ++w) top = fmaxf(top, warp_max[w][head(c)]);
-      if (leads) {
-        shared.rescale[buffer][head(c)] = exp2_approx(max[c] - top);
-        shared.running_max[head(c)] = top;
-      }
-      raise(c, top);
-    }
-    if (leads && lane_id() == 0) ++shared.raises;
-    group_sync();  // before the next tile's warps look at them
-    raises_seen = shared.raises;
-  }
-
-  float max[kColumns];  // what the sums are relative to
-  float sum[kColumns];
-  uint32_t raises_seen = 0;
-};
+  const dim3 grid(p.rows * p.num_splits, (p.heads + heads - 1) / heads);
+  kernel<<<grid, warps(groups * kGroupWarps), kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
 
 }  // namespace nvfp4_dsmla::cuda::hopper

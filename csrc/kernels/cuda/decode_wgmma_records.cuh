@@ -13,16 +13,15 @@ namespace nvfp4_dsmla::cuda::hopper {
 // A lane's part of the records of tokens g and g+8 of its warp's 16: blocks q, 4+q, .. 28+q. Of a
 // token that is not there it is stale, but for the scales: with those zero, V is.
 struct Records {
-  template <class Load>
-  __device__ void read(int t, const uint8_t* record, Load load) {
+  __device__ void read(int t, const uint8_t* record) {
     const int q = lane_id() % 4;
     const uint8_t* mine = record + kCodesOffset + q * kCodeBytesPerBlock;
 #pragma unroll
     for (int c = 0; c < kValueChunks; ++c) {
-      codes[t][c] = load(reinterpret_cast<const uint2*>(mine + 4 * c * kCodeBytesPerBlock));
+      codes[t][c] = *reinterpret_cast<const uint2*>(mine + 4 * c * kCodeBytesPerBlock);
     }
-    scales[t] = load(reinterpret_cast<const uint2*>(record + kScalesOffset + 8 * q));
-    rope[t] = load(reinterpret_cast<const uint4*>(record + kRopeOffset + 16 * q));
+    scales[t] = *reinterpret_cast<const uint2*>(record + kScalesOffset + 8 * q);
+    rope[t] = *reinterpret_cast<const uint4*>(record + kRopeOffset + 16 * q);
   }
 
   uint2 codes[2][kValueChunks] = {};
@@ -30,6 +29,8 @@ struct Records {
   uint4 rope[2] = {};
   bool present[2];
 };
+
+inline constexpr int kStageBytes = kWarpTokens * kRecordBytes;
 
 // A warp's 16 tokens of one tile of a row after another, `step` tokens apart: by way of shared
 // memory, where the next tile's records arrive while one is worked on.
@@ -59,7 +60,7 @@ class StagedRecords {
     for (int t = 0; t < 2; ++t) {
       const int token = lane_id() / 4 + 8 * t;
       records.present[t] = present_ >> token & 1;
-      records.read(t, stage_ + token * kRecordBytes, [](const auto* from) { return *from; });
+      records.read(t, stage_ + token * kRecordBytes);
       if (!records.present[t]) records.scales[t] = {};
     }
     __syncwarp();
@@ -105,47 +106,6 @@ class StagedRecords {
   uint8_t* stage_;
   int slot_;          // of the tile after the one that is copied
   uint32_t present_;  // of the one that is copied, a bit a token
-};
-
-// Likewise, from memory at once.
-class DirectRecords {
- public:
-  __device__ DirectRecords(
-      const DecodeKernelParams& p, const int32_t* indices, int first, int end, int step)
-      : p_(p),
-        indices_(indices),
-        column_(first + kWarpTokens * group_warp() + lane_id() / 4),
-        end_(end),
-        step_(step) {
-    read_slots();
-  }
-
-  __device__ void take(Records& records) {
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      records.present[t] = column_ + 8 * t < end_ && p_.device_cache.holds(slots_[t]);
-      records.scales[t] = {};
-      if (!records.present[t]) continue;
-      records.read(t, p_.device_cache.record<true>(static_cast<uint32_t>(slots_[t])),
-                   [](const auto* from) { return __ldg(from); });
-    }
-    column_ += step_;
-    read_slots();
-  }
-
- private:
-  // Past the end too, the last one again: a load under a condition would be waited for at once.
-  __device__ void read_slots() {
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      slots_[t] = __ldg(indices_ + min(column_ + 8 * t, end_ - 1) * p_.indices_column_stride);
-    }
-  }
-
-  const DecodeKernelParams& p_;
-  const int32_t* indices_;
-  int column_, end_, step_;
-  int slots_[2];
 };
 
 }  // namespace nvfp4_dsmla::cuda::hopper

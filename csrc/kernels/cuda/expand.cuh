@@ -46,8 +46,8 @@ struct Pairs<Float16> {
   static constexpr int kE4m3Bit = 7;
   static constexpr float kE2m1Fold = 0x1p7f;           // 2^14 * 2^-7
   static constexpr uint32_t kE4m3Fold = 0x4000'4000u;  // 2^8 * 2^-7 = 2, twice
-  static constexpr uint32_t kScaleFoldOne = 0x7800'7800u, kScaleFoldTwo = 0x3c00'3c00u;  // .. 1
-  static constexpr uint32_t kMakeGood = 0x5800'5800u;  // 2^7, twice
+  static constexpr uint32_t kScaleFoldOne = 0x7800'7800u, kScaleFoldTwo = 0;  // 2^15, no second
+  static constexpr uint32_t kMakeGood = 0x5800'5800u;                         // 2^7, twice
   __device__ static uint32_t twice(float x) { return bit_cast<uint32_t>(__float2half2_rn(x)); }
   __device__ static uint32_t multiply(uint32_t a, uint32_t b) {
     return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
@@ -120,7 +120,9 @@ __device__ void fold_scales(uint32_t bytes, uint32_t (&folded)[4]) {
 #pragma unroll
   for (uint32_t& pair : pairs) {
     pair = Pairs<T>::multiply(pair, Pairs<T>::kScaleFoldOne);
-    pair = Pairs<T>::multiply(pair, Pairs<T>::kScaleFoldTwo);
+    if constexpr (Pairs<T>::kScaleFoldTwo != 0) {
+      pair = Pairs<T>::multiply(pair, Pairs<T>::kScaleFoldTwo);
+    }
   }
   if (any_e4m3_nan(bytes)) pairs[0] = pairs[1] = kNanPair;
   folded[0] = __byte_perm(pairs[0], 0, 0x1010);

@@ -57,6 +57,32 @@ __device__ inline void store_matrices(uint32_t address, const uint32_t (&from)[4
                : "memory");
 }
 
+// A load that stays where it is among the instructions of this kind: the compiler would move it to
+// where that saves registers.
+template <class T>
+__device__ T load_now(const void* from);
+template <>
+__device__ inline int32_t load_now<int32_t>(const void* from) {
+  int32_t to;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(to) : "l"(from) : "memory");
+  return to;
+}
+template <>
+__device__ inline uint2 load_now<uint2>(const void* from) {
+  uint2 to;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(from) : "memory");
+  return to;
+}
+template <>
+__device__ inline uint4 load_now<uint4>(const void* from) {
+  uint4 to;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+               : "l"(from)
+               : "memory");
+  return to;
+}
+
 // How many registers a thread of this warpgroup may have from here on: a multiple of 8, and more
 // only as others take fewer.
 template <int kCount>

@@ -66,6 +66,7 @@ struct DeviceCache {
         capacity(static_cast<uint32_t>(cache.capacity())),
         block_size(static_cast<uint32_t>(cache.block_size)) {}
 
+  __device__ bool empty() const { return capacity == 0; }
   __device__ bool holds(int64_t slot) const { return static_cast<uint64_t>(slot) < capacity; }
 
   template <bool kNarrow>

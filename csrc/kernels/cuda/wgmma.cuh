@@ -18,7 +18,9 @@ namespace nvfp4_dsmla::cuda {
 // two dimensions lies along the rows the instruction is told (its transpose flags). Of the 64 bits
 // that describe it to the instruction the upper ones are constant: kept apart, steps from matrix to
 // matrix are single additions, and the compiler starts a first product before it prepares the next.
-template <int kRowBytes>
+// kStep: bytes from a matrix to the next one, of one that goes on in others past the ends of its
+// rows.
+template <int kRowBytes, int kStep = 16>
 struct Matrix {
   static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128);
   static constexpr uint32_t kAtomBytes = 8 * kRowBytes;
@@ -26,7 +28,7 @@ struct Matrix {
   static constexpr uint32_t kHigh = kAtomBytes >> 4 | kSwizzle << 30;
 
   __device__ explicit Matrix(const void* start)
-      : low((shared_address(start) & 0x3'ffffu) >> 4 | 1u << 16) {}
+      : low((shared_address(start) & 0x3'ffffu) >> 4 | uint32_t{kStep >> 4} << 16) {}
   __device__ explicit Matrix(uint32_t low) : low(low) {}
   __device__ Matrix operator+(int bytes) const { return Matrix(low + (bytes >> 4)); }
 
@@ -52,59 +54,89 @@ __device__ inline void fence_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-template <class T, int kN>
-struct Wgmma;
-
+// What is multiplied is fp16. Operand numbers follow d's registers.
 #define NVFP4_DSMLA_D8(d)                                                             \
   "+f"((d)[0]), "+f"((d)[1]), "+f"((d)[2]), "+f"((d)[3]), "+f"((d)[4]), "+f"((d)[5]), \
       "+f"((d)[6]), "+f"((d)[7])
 #define NVFP4_DSMLA_D16(d) NVFP4_DSMLA_D8(d), NVFP4_DSMLA_D8((d) + 8)
 #define NVFP4_DSMLA_D32(d) NVFP4_DSMLA_D16(d), NVFP4_DSMLA_D16((d) + 16)
+#define NVFP4_DSMLA_D64(d) NVFP4_DSMLA_D32(d), NVFP4_DSMLA_D32((d) + 32)
 #define NVFP4_DSMLA_LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NVFP4_DSMLA_LIST16 NVFP4_DSMLA_LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NVFP4_DSMLA_LIST32                                         \
   NVFP4_DSMLA_LIST16                                               \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
   "%28, %29, %30, %31"
+#define NVFP4_DSMLA_LIST64                                         \
+  NVFP4_DSMLA_LIST32                                               \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "   \
+  "%56, %57, %58, %59, %60, %61, %62, %63"
+
+// For few heads, which are the columns.
+template <int kN>
+struct Wgmma;
 
 // a_in_registers: b's rows run along k. both_shared: a's rows run along m, b's along n, and k goes
-// from row to row. Operand numbers follow d's kD registers.
-#define NVFP4_DSMLA_WGMMA(T, ptx, N, D, A0, A1, A2, A3, A4, A5, A6)                              \
-  template <>                                                                                    \
-  struct Wgmma<T, N> {                                                                           \
-    template <int kRowB>                                                                         \
-    __device__ static void a_in_registers(float* d,                                              \
-                                          const uint32_t (&a)[4],                                \
-                                          Matrix<kRowB> b,                                       \
-                                          bool accumulate) {                                     \
-      asm volatile(                                                                              \
-          "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {" A4 ", " A5 "};\nsetp.ne.b32 p, " A6     \
-          ", 0;\n"                                                                               \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ptx "." ptx " {" NVFP4_DSMLA_LIST##D \
-          "}, {" A0 ", " A1 ", " A2 ", " A3 "}, b, p, 1, 1, 0;\n}"                               \
-          : NVFP4_DSMLA_D##D(d)                                                                  \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "n"(b.kHigh),                \
-            "r"(int{accumulate}));                                                               \
-    }                                                                                            \
-    template <int kRowA, int kRowB>                                                              \
-    __device__ static void both_shared(float* d, Matrix<kRowA> a, Matrix<kRowB> b) {             \
-      asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {" A0 ", " A1 "};\nmov.b64 b, {" A2 ", " A3   \
-                   "};\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ptx "." ptx             \
-                   " {" NVFP4_DSMLA_LIST##D "}, a, b, 1, 1, 1, 1, 1;\n}"                         \
-                   : NVFP4_DSMLA_D##D(d)                                                         \
-                   : "r"(a.low), "n"(a.kHigh), "r"(b.low), "n"(b.kHigh));                        \
-    }                                                                                            \
+// from row to row.
+#define NVFP4_DSMLA_WGMMA(N, D, A0, A1, A2, A3, A4, A5, A6)                                       \
+  template <>                                                                                     \
+  struct Wgmma<N> {                                                                               \
+    template <int kRowB>                                                                          \
+    __device__ static void a_in_registers(float* d,                                               \
+                                          const uint32_t (&a)[4],                                 \
+                                          Matrix<kRowB> b,                                        \
+                                          bool accumulate) {                                      \
+      asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {" A4 ", " A5                      \
+                   "};\nsetp.ne.b32 p, " A6                                                       \
+                   ", 0;\n"                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NVFP4_DSMLA_LIST##D \
+                   "}, {" A0 ", " A1 ", " A2 ", " A3 "}, b, p, 1, 1, 0;\n}"                       \
+                   : NVFP4_DSMLA_D##D(d)                                                          \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "n"(b.kHigh),        \
+                     "r"(int{accumulate}));                                                       \
+    }                                                                                             \
+    template <int kRowA, int kRowB>                                                               \
+    __device__ static void both_shared(float* d, Matrix<kRowA> a, Matrix<kRowB> b) {              \
+      asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {" A0 ", " A1 "};\nmov.b64 b, {" A2 ", " A3    \
+                   "};\nwgmma.mma_async.sync.aligned.m64n" #N                                     \
+                   "k16.f32.f16.f16 {" NVFP4_DSMLA_LIST##D "}, a, b, 1, 1, 1, 1, 1;\n}"           \
+                   : NVFP4_DSMLA_D##D(d)                                                          \
+                   : "r"(a.low), "n"(a.kHigh), "r"(b.low), "n"(b.kHigh));                         \
+    }                                                                                             \
   };
-NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
-NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
-NVFP4_DSMLA_WGMMA(BFloat16, "bf16", 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
-NVFP4_DSMLA_WGMMA(Float16, "f16", 16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
-NVFP4_DSMLA_WGMMA(Float16, "f16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
-NVFP4_DSMLA_WGMMA(Float16, "f16", 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+NVFP4_DSMLA_WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
+NVFP4_DSMLA_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
 #undef NVFP4_DSMLA_WGMMA
+
+// d[64 x 64], of two matrices in shared memory whose rows run along k.
+template <int kRowA, int kRowB>
+__device__ void wgmma_keys(float (&d)[32], Matrix<kRowA> a, Matrix<kRowB> b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%32, %33};\nmov.b64 b, {%34, %35};\n"
+      "setp.ne.b32 p, %36, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NVFP4_DSMLA_LIST32
+      "}, a, b, p, 1, 1, 0, 0;\n}"
+      : NVFP4_DSMLA_D32(d)
+      : "r"(a.low), "n"(a.kHigh), "r"(b.low), "n"(b.kHigh), "r"(int{accumulate}));
+}
+
+// d[64 x 128], of two in shared memory: a's rows run along k, b's along n, 64 of its 128 in each of
+// two matrices `kStep` apart.
+template <int kRowA, int kRowB, int kStep>
+__device__ void wgmma_values(float (&d)[64], Matrix<kRowA> a, Matrix<kRowB, kStep> b) {
+  asm volatile(
+      "{\n.reg .b64 a, b;\nmov.b64 a, {%64, %65};\nmov.b64 b, {%66, %67};\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" NVFP4_DSMLA_LIST64
+      "}, a, b, 1, 1, 1, 0, 1;\n}"
+      : NVFP4_DSMLA_D64(d)
+      : "r"(a.low), "n"(a.kHigh), "r"(b.low), "n"(b.kHigh));
+}
+#undef NVFP4_DSMLA_LIST64
 #undef NVFP4_DSMLA_LIST32
 #undef NVFP4_DSMLA_LIST16
 #undef NVFP4_DSMLA_LIST8
+#undef NVFP4_DSMLA_D64
 #undef NVFP4_DSMLA_D32
 #undef NVFP4_DSMLA_D16
 #undef NVFP4_DSMLA_D8

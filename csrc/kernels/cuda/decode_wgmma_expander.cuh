@@ -1,0 +1,188 @@
+// The warpgroup of decode_wgmma_many.cu that expands: records from memory to tiles in shared
+// memory.
+#pragma once
+
+#include <cstdint>
+
+#include "format/record.h"
+#include "kernels/cuda/decode.cuh"
+#include "kernels/cuda/decode_wgmma.cuh"
+#include "kernels/cuda/decode_wgmma_many.cuh"
+#include "kernels/cuda/expand.cuh"
+#include "kernels/cuda/hopper.cuh"
+#include "kernels/cuda/wgmma.cuh"
+
+namespace nvfp4_dsmla::cuda::hopper::many {
+
+// A lane's part of a token's record, with q = lane % 4: of each 128 dims the 32 from 32q on, four
+// words of codes; of RoPE the 16 from 16q on. In two parts: dims below and from 256 on, the scales
+// with the first and RoPE with the second.
+struct LanesRecord {
+  // Of a token that is not there it is slot 0's, so that no load depends on what it replaces; the
+  // cache is not empty.
+  __device__ void locate(const DecodeKernelParams& p, int32_t slot, bool inside) {
+    present = inside && p.device_cache.holds(slot);
+    record = p.device_cache.record<true>(present ? static_cast<uint32_t>(slot) : 0);
+  }
+
+  __device__ void load(int part) {
+    const int q = lane_id() % 4;
+#pragma unroll
+    for (int i = 2 * part; i < 2 * part + 2; ++i) {
+      codes[i] = load_now<uint4>(record + kCodesOffset + 64 * i + 16 * q);
+    }
+    if (part == 0) {
+      // Those of blocks 8i + 2q + e, of even q by two and of odd q, lie in one piece.
+      scales = load_now<uint4>(record + kScalesOffset + 16 * (q % 2));
+    } else {
+      rope = load_now<uint4>(record + kRopeOffset + 16 * q);
+    }
+  }
+
+  // The folded scale of block 8i + 2q + e at 2i + e, i counted in the part; zero, so that V is, if
+  // there is no token.
+  __device__ void fold(int part, uint32_t (&folded)[4]) const {
+    const uint32_t of_lane = lane_id() % 4 < 2 ? 0x6240u : 0x7351u;
+    const uint32_t four = part == 0 ? __byte_perm(scales.x, scales.z, of_lane)
+                                    : __byte_perm(scales.y, scales.w, of_lane);
+    fold_scales<Float16>(present ? four : 0, folded);
+  }
+
+  bool present;
+  const uint8_t* record;
+  uint4 codes[4], scales, rope;
+};
+
+// Of each tile a warp has 16 tokens, a lane two: g and g+8. While they are expanded those of the
+// next tile are on their way. Those are asked for many at a time: the compiler has one scoreboard
+// for a warp's loads, so that who waits for the first of them waits for the last.
+class Expander {
+ public:
+  __device__ Expander(const DecodeKernelParams& p, Shared& shared, const BlockWork& work)
+      : p_(p),
+        shared_(shared),
+        row_(kWarpTokens * group_warp() + lane_id() / 4),
+        tiles_(work.tiles()),
+        indices_(p.row_indices(work.place)),
+        column_(work.begin + row_),
+        end_(work.end) {
+    // Of store_matrices a lane gives row lane % 8 of matrix lane / 8, which is a 16-byte unit.
+    const int row = kWarpTokens * group_warp() + lane_id() % 8;
+    place_ = row * kRowBytes + 16 * swizzled_unit<kRowBytes>(row, lane_id() / 8);
+  }
+
+  __device__ void run() {
+    if (tiles_ == 0) return;
+    Records x, y;
+    read_slots();
+    locate(x);
+    load(x, 0);
+    load(x, 1);
+    read_slots();
+    for (int tile = 0; tile < tiles_; tile += 2) {
+      expand(x, tile, y);
+      if (tile + 1 == tiles_) break;
+      expand(y, tile + 1, x);
+    }
+  }
+
+ private:
+  static constexpr int kTokens = 2;  // 8 rows apart
+  using Records = LanesRecord[kTokens];
+
+  // Of the tile that is located next. Past the end too, the last one again: a load under a
+  // condition would be waited for at once.
+  __device__ void read_slots() {
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const int column = min(column_ + 8 * t, end_ - 1);
+      slots_[t] = load_now<int32_t>(indices_ + column * p_.indices_column_stride);
+    }
+  }
+
+  // Which records the next tile has.
+  __device__ void locate(Records& records) {
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      asm volatile("" : "+r"(slots_[t]));  // not to be looked at, and waited for, before
+      records[t].locate(p_, slots_[t], column_ + 8 * t < end_);
+    }
+    column_ += kTileTokens;
+  }
+
+  __device__ static void load(Records& records, int part) {
+#pragma unroll
+    for (LanesRecord& record : records) record.load(part);
+    __syncwarp();  // they are not to be put off, as the compiler would have it
+  }
+
+  __device__ void expand(const Records& records, int tile, Records& next) {
+    const int buffer = tile % kBuffers;
+    locate(next);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      load(next, part);  // there are registers for the second once half of these are expanded
+      if (part == 1) read_slots();
+      if (part == 0) {
+        if (tile >= kBuffers) barrier_sync(kEmptyBarrier + buffer, kExpanderAndSummers);
+        note_present(records, buffer);
+      }
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) expand(records[t], part, buffer, t);
+    }
+    fence_for_async();
+    barrier_pass(kFullBarrier + buffer, kExpanderAndScorer);
+  }
+
+  __device__ void note_present(const Records& records, int buffer) const {
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const int row = row_ + 8 * t;
+      if (lane_id() % 4 == 0) shared_.present[buffer][row] = records[t].present;
+      const bool all = __all_sync(kFullWarp, records[t].present);
+      if (lane_id() == 0) shared_.whole[buffer][row / 8] = all;
+    }
+  }
+
+  __device__ void expand(const LanesRecord& record, int part, int buffer, int token) const {
+    const uint32_t low = shared_address(&shared_.tiles[buffer]) + place_ + token * 8 * kRowBytes;
+    const uint32_t high = low ^ kRowBytes / 2;
+    uint32_t folded[4], pairs[4];
+    record.fold(part, folded);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4& codes = record.codes[2 * part + i];
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        expand_pairs<Float16>(words[w], folded[2 * i + w / 2], pairs);
+        const int chunk = 2 * (2 * part + i) + w / 2;
+        store_matrices((w % 2 == 0 ? low : high) + chunk * kChunkBytes, pairs);
+      }
+    }
+    if (part == 0) return;
+    expand_rope(record.rope.x, record.rope.y, pairs);
+    store_matrices(low + kValueChunks * kChunkBytes, pairs);
+    expand_rope(record.rope.z, record.rope.w, pairs);
+    store_matrices(high + kValueChunks * kChunkBytes, pairs);
+  }
+
+  __device__ static void expand_rope(uint32_t first, uint32_t second, uint32_t (&pairs)[4]) {
+    uint32_t low[2], high[2];
+    expand_rope_pairs<Float16>(first, low);
+    expand_rope_pairs<Float16>(second, high);
+    pairs[0] = low[0], pairs[1] = low[1], pairs[2] = high[0], pairs[3] = high[1];
+  }
+
+  const DecodeKernelParams& p_;
+  Shared& shared_;
+  const int row_;  // in its tile, of a lane's first token
+  const int tiles_;
+  int place_;  // in a chunk, of the rows that a lane gives to store_matrices
+  const int32_t* indices_;
+  int column_;  // of the tile to be located next
+  int end_;
+  int32_t slots_[kTokens];
+};
+
+}  // namespace nvfp4_dsmla::cuda::hopper::many

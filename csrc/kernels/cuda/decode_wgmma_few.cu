@@ -1,0 +1,328 @@
+// sparse_mla_decode for Hopper, with wgmma: 16 or 32 heads a block.
+//
+// A block of three warpgroups takes one row (a query token), up to kHeads of its heads and a share
+// of its tokens, in tiles of 64 tokens. Tokens are the rows of both products and heads their
+// columns, so that 16 heads do not cost what 64 do:
+//
+//   S^T[64 tokens, heads] = K q^T     K from the registers of the lanes that expand it,
+//                                     q from shared memory, its dims in expanded order
+//   O^T[512, heads]      += V^T P     V and P from shared memory, O in registers
+//
+//   expander  takes records, expands them, stores V, multiplies K q^T as it goes; softmax; stores
+//   P.
+//             2 warpgroups that take turns at the tiles
+//   summer    multiplies V^T P.                1 warpgroup
+//
+// Two V and P buffers pass between them: `full` when a tile's are written, `empty` when it is
+// summed. As in decode_mma.cu, lane (g, q) takes blocks q, 4+q, .. 28+q of a token.
+//
+// Four registers that are an operand of K q^T go to V as they are, with one stmatrix. That puts
+// pair j (elements j and j+4) of word w of the lanes' blocks into 16-byte unit 4w + j of a chunk's
+// row, lane q's at word q: dim 64c + 16q + 8w + j + 4e is at position 64c + 8(4w + j) + 2q + e.
+#include <cuda_runtime.h>
+
+#include "kernels/cuda/decode.cuh"
+#include "kernels/cuda/decode_wgmma.cuh"
+#include "kernels/cuda/decode_wgmma_few.cuh"
+#include "kernels/cuda/decode_wgmma_query.cuh"
+#include "kernels/cuda/decode_wgmma_records.cuh"
+#include "kernels/cuda/expand.cuh"
+#include "kernels/cuda/hopper.cuh"
+#include "kernels/cuda/wgmma.cuh"
+
+namespace nvfp4_dsmla::cuda {
+namespace hopper {
+namespace few {
+namespace {
+
+// ---- expander
+// -------------------------------------------------------------------------------------
+
+// Chunk c of a lane's two tokens -> four operands of K q^T.
+__device__ inline void expand_chunk(const Records& records,
+                                    int c,
+                                    const uint32_t (&folded)[2][2][4],
+                                    uint32_t (&k)[4][4]) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      uint32_t pairs[4];
+      expand_pairs<Float16>(word == 0 ? records.codes[t][c].x : records.codes[t][c].y,
+                            folded[t][c / 4][c % 4], pairs);
+      k[2 * word][t] = pairs[0];
+      k[2 * word][2 + t] = pairs[1];
+      k[2 * word + 1][t] = pairs[2];
+      k[2 * word + 1][2 + t] = pairs[3];
+    }
+  }
+}
+
+__device__ inline void expand_rope(const Records& records, uint32_t (&k)[4][4]) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    const uint32_t words[4] = {records.rope[t].x, records.rope[t].y, records.rope[t].z,
+                               records.rope[t].w};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint32_t pairs[2];
+      expand_rope_pairs<Float16>(words[step], pairs);
+      k[step][t] = pairs[0];
+      k[step][2 + t] = pairs[1];
+    }
+  }
+}
+
+// S^T of the tile into `scores`, which are there after wgmma_wait; V into its buffer, once
+// `wait_for_buffer` returns.
+template <int kHeads, class Wait>
+__device__ void multiply_keys(Shared<kHeads>& shared,
+                              int buffer,
+                              const Records& records,
+                              float (&scores)[kHeads / 2],
+                              Wait wait_for_buffer) {
+  uint32_t folded[2][2][4];
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    fold_scales<Float16>(records.scales[t].x, folded[t][0]);
+    fold_scales<Float16>(records.scales[t].y, folded[t][1]);
+  }
+  // Of matrix lane / 8 of store_matrices: tokens 0 .. 7 or 8 .. 15, the even unit or the odd one.
+  const int lane = lane_id(), row = kWarpTokens * group_warp() + lane % 16;
+  const uint32_t values =
+      shared_address(&shared.values[buffer][0][row][swizzled_unit<kRowBytes>(row, lane / 16) * 16]);
+  const Matrix<kRowBytes> query(&shared.query[0][0][0]);
+
+  uint32_t a[2][4][4];  // one chunk is multiplied from one half while the next is expanded
+#pragma unroll
+  for (int c = 0; c < kQueryChunks; ++c) {
+    auto& k = a[c % 2];
+    if (c >= 2) wgmma_wait<1>();
+    if (c < kValueChunks) {
+      expand_chunk(records, c, folded, k);
+      if (c == 0) wait_for_buffer();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        store_matrices((values ^ 2 * step * 16) + c * kChunkBytes, k[step]);
+      }
+    } else {
+      expand_rope(records, k);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      Wgmma<kHeads>::a_in_registers(scores, k[step], query + (c * kHeads * kRowBytes + step * 32),
+                                    c > 0 || step > 0);
+    }
+    wgmma_commit();
+  }
+}
+
+template <int kHeads>
+__device__ void expand_tiles(const DecodeKernelParams& p,
+                             Shared<kHeads>& shared,
+                             const BlockWork& work,
+                             int group,
+                             Softmax<kHeads>& softmax) {
+  constexpr int kStep = kExpanders * kTileTokens;
+  constexpr int kInTurn = 2 * kGroupThreads;  // of a barrier between an expander and the next
+  int first = work.begin + group * kTileTokens;
+  StagedRecords source(p, p.row_indices(work.place), first, work.end, kStep,
+                       shared.stages[group * kGroupWarps + group_warp()]);
+  Records records;
+  for (int tile = group; first < work.end; tile += kExpanders, first += kStep) {
+    const int buffer = tile % kBuffers;
+    source.take(records);
+    float scores[kHeads / 2];
+    multiply_keys(shared, buffer, records, scores,
+                  [&] { barrier_wait(shared.empty[buffer], (tile / kBuffers & 1) ^ 1); });
+    if (tile > 0) barrier_sync(kTurnBarrier + group, kInTurn);
+    const uint32_t raises = shared.raises;
+    wgmma_wait<0>();
+    softmax.scale_scores(scores, records.present);
+    softmax.settle_max(shared, buffer, raises, scores);
+    if (first + kTileTokens < work.end) {
+      barrier_pass(kTurnBarrier + (group + 1) % kExpanders, kInTurn);
+    }
+    softmax.store_probs(shared, buffer, scores);
+    fence_for_async();
+    barrier_arrive(shared.full[buffer]);
+  }
+}
+
+// ---- summer
+// ---------------------------------------------------------------------------------------
+
+template <int kHeads>
+__device__ void sum_tiles(Shared<kHeads>& shared,
+                          int tiles,
+                          float (&out)[kValueChunks][kHeads / 2]) {
+  constexpr int kProbBytes = Shared<kHeads>::kProbBytes;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int buffer = tile % kBuffers;
+    barrier_wait(shared.full[buffer], tile / kBuffers & 1);
+    if (shared.rescaled[buffer] != 0) {
+#pragma unroll
+      for (int c = 0; c < kHeads / 4; ++c) {
+        const float rescale = shared.rescale[buffer][Softmax<kHeads>::head(c)];
+#pragma unroll
+        for (auto& chunk : out) {
+          chunk[4 * (c / 2) + c % 2] *= rescale;
+          chunk[4 * (c / 2) + 2 + c % 2] *= rescale;
+        }
+      }
+    }
+    const Matrix<kRowBytes> values(&shared.values[buffer]);
+    const Matrix<kProbBytes> probs(&shared.probs[buffer]);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileTokens; k += 16) {
+#pragma unroll
+      for (int c = 0; c < kValueChunks; ++c) {
+        Wgmma<kHeads>::both_shared(out[c], values + (c * kTileTokens + k) * kRowBytes,
+                                   probs + k * kProbBytes);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (lane_id() == 0) barrier_arrive(shared.empty[buffer]);
+  }
+}
+
+// O leaves by way of shared memory, in V's place: a lane has single dims of it, and a store to
+// memory should be of 16 bytes at least.
+template <class T, int kHeads>
+__device__ void write_out(const DecodeKernelParams& p,
+                          Shared<kHeads>& shared,
+                          const BlockWork& work,
+                          const float (&out)[kValueChunks][kHeads / 2]) {
+  constexpr int kPairs = kNopeDim / 2;
+  auto* staged = reinterpret_cast<float2*>(&shared.values);  // [kHeads][kPairs], permuted
+  static_assert(sizeof(float2) * kHeads * kPairs <= sizeof(shared.values));
+  const auto place = [](int head, int pair) {  // lanes q apart, in banks apart
+    return head * kPairs + (pair ^ (head / 2 % 2 * 4 + head / 4 % 2));
+  };
+  barrier_sync(kSummerBarrier, kGroupThreads);
+  // A lane's positions g and g+8 of a warp's 16 are dims d and d+1.
+  const int g = lane_id() / 4, w = group_warp();
+  const int first_pair = (g / 2 * 16 + w / 2 * 8 + g % 2 * 4 + w % 2 * 2) / 2;
+#pragma unroll
+  for (int c = 0; c < kHeads / 4; ++c) {
+    const int head = Softmax<kHeads>::head(c);
+    const float factor = shared.factor[head];
+#pragma unroll
+    for (int chunk = 0; chunk < kValueChunks; ++chunk) {
+      const int pair = chunk * (kChunkDims / 2) + first_pair;
+      const float* x = &out[chunk][4 * (c / 2) + c % 2];
+      staged[place(head, pair)] = make_float2(x[0] * factor, x[2] * factor);
+    }
+  }
+  barrier_sync(kSummerBarrier, kGroupThreads);
+#pragma unroll 2
+  for (int i = w * kWarpSize + lane_id(); i < kHeads * (kNopeDim / 8); i += kGroupThreads) {
+    const int local = i / (kNopeDim / 8), eight = i % (kNopeDim / 8),
+              head = work.first_head + local;
+    if (head >= p.heads) break;
+    float2 x[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) x[k] = staged[place(local, 4 * eight + k)];
+    const int64_t at = static_cast<int64_t>(work.row) * p.heads + head;
+    if (p.num_splits > 1) {
+      float* part = p.partial_out + (work.split * p.rows * p.heads + at) * kNopeDim;
+      auto* to = reinterpret_cast<float4*>(part + 8 * eight);  // in expanded order
+      to[0] = make_float4(x[0].x, x[2].x, x[0].y, x[2].y);
+      to[1] = make_float4(x[1].x, x[3].x, x[1].y, x[3].y);
+    } else {
+      auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at * kNopeDim);
+      to[eight] = make_uint4(pack(x[0].x, x[0].y, T{}), pack(x[1].x, x[1].y, T{}),
+                             pack(x[2].x, x[2].y, T{}), pack(x[3].x, x[3].y, T{}));
+    }
+  }
+}
+
+// ---- the whole
+// ------------------------------------------------------------------------------------
+
+template <int kHeads>
+__device__ void finish_heads(const DecodeKernelParams& p,
+                             Shared<kHeads>& shared,
+                             const BlockWork& work) {
+  const int local = threadIdx.y * kWarpSize + threadIdx.x;
+  if (local >= kHeads) return;
+  float sum = 0.0f;
+  for (const auto& group : shared.warp_values) {
+    for (const auto& warp : group) sum += warp[local];
+  }
+  shared.factor[local] = finish_head(p, work, local, sum, shared.running_max[local]);
+}
+
+template <class T, int kHeads, bool kWide>
+__global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
+    decode_kernel(const __grid_constant__ DecodeKernelParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<Shared<kHeads>*>(shared_bytes);
+  const BlockWork work(p, kHeads);
+  const int thread = threadIdx.y * kWarpSize + threadIdx.x;
+  if (thread == 0) {
+    for (int b = 0; b < kBuffers; ++b) {
+      barrier_init(shared.full[b], kGroupThreads);
+      barrier_init(shared.empty[b], kGroupWarps);
+    }
+    barrier_init(shared.finished, kExpanders * kGroupThreads);
+    barrier_init_fence();
+    shared.raises = 0;
+  }
+  if (thread < kHeads) shared.running_max[thread] = kNoMaximum;
+  load_query<T, kWide, 2>(p, work, shared, threadIdx.y, kGroups * kGroupWarps);
+  fence_for_async();
+  __syncthreads();
+
+  const int group = __shfl_sync(kFullWarp, group_id(), 0);
+  if (group < kExpanders) {
+    Softmax<kHeads> softmax(shared);
+    if (work.begin < work.end) expand_tiles(p, shared, work, group, softmax);
+    barrier_sync(kExpandersBarrier, kExpanders * kGroupThreads);  // the maxima are final
+    softmax.finish(shared);
+    barrier_sync(kExpandersBarrier, kExpanders * kGroupThreads);
+    finish_heads(p, shared, work);
+    barrier_arrive(shared.finished);
+  } else {
+    float out[kValueChunks][kHeads / 2] = {};
+    sum_tiles(shared, work.tiles(), out);
+    barrier_wait(shared.finished, 0);
+    write_out<T>(p, shared, work, out);
+  }
+#endif
+}
+
+template <class T, int kHeads>
+int launch(const DecodeKernelParams& p, cudaStream_t stream) {
+  const auto kernel =
+      p.query_aligned(sizeof(T)) ? decode_kernel<T, kHeads, true> : decode_kernel<T, kHeads, false>;
+  return launch_blocks<Shared<kHeads>>(kernel, p, kHeads, kGroups, stream);
+}
+
+template <class T>
+int launch(const DecodeKernelParams& p, int head_tile, cudaStream_t stream) {
+  return head_tile == 16 ? launch<T, 16>(p, stream) : launch<T, 32>(p, stream);
+}
+
+}  // namespace
+}  // namespace few
+
+int decode_few_heads(const DecodeKernelParams& p, int head_tile, cudaStream_t stream) {
+  return p.element == Element::kBFloat16 ? few::launch<BFloat16>(p, head_tile, stream)
+                                         : few::launch<Float16>(p, head_tile, stream);
+}
+
+}  // namespace hopper
+
+bool has_decode_wgmma() { return has_code(hopper::few::decode_kernel<BFloat16, 16, true>); }
+
+int decode_wgmma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream) {
+  return plan.head_tile == 64 ? hopper::decode_many_heads(p, stream)
+                              : hopper::decode_few_heads(p, plan.head_tile, stream);
+}
+
+}  // namespace nvfp4_dsmla::cuda
