@@ -100,6 +100,23 @@ __device__ inline float sink_factor(const DecodeParams& p, int head, float lse2)
   return 1.0f / (1.0f + exp2f(sink * kLog2e - lse2));
 }
 
+// Stores what is known of a head once its sum is, relative to 2^max; returns what its outputs are
+// to be multiplied by.
+__device__ inline float finish_head(
+    const DecodeKernelParams& p, uint32_t row, int split, int head, float sum, float max) {
+  const float lse2 = sum == 0.0f ? -INFINITY : max + log2f(sum);
+  float factor = sum == 0.0f ? 0.0f : kMakeGood / sum;
+  if (head >= p.heads) return factor;
+  const int64_t at = static_cast<int64_t>(row) * p.heads + head;
+  if (p.num_splits > 1) {
+    p.partial_lse[split * p.rows * p.heads + at] = lse2;
+  } else {
+    if (sum != 0.0f) factor *= sink_factor(p, head, lse2);
+    p.lse[at] = lse2 * kLn2;
+  }
+  return factor;
+}
+
 __device__ inline void store_element(BFloat16* to, float x) {
   *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(x);
 }

@@ -332,18 +332,7 @@ __device__ void finish_softmax(const DecodeKernelParams& p,
     const float sum = Running::sum_over_head(softmax.sum[i]);
     const int head = first_head + Running::head(i);
     if (lane_id() % Running::kLanes != 0) continue;
-    const float lse2 = sum == 0.0f ? -INFINITY : softmax.max[i] + log2f(sum);
-    float factor = sum == 0.0f ? 0.0f : kMakeGood / sum;
-    if (head < p.heads) {
-      const int64_t at = static_cast<int64_t>(row) * p.heads + head;
-      if (p.num_splits > 1) {
-        p.partial_lse[split * p.rows * p.heads + at] = lse2;
-      } else {
-        if (sum != 0.0f) factor *= sink_factor(p, head, lse2);
-        p.lse[at] = lse2 * kLn2;
-      }
-    }
-    shared.rescale[Running::head(i)] = factor;
+    shared.rescale[Running::head(i)] = finish_head(p, row, split, head, sum, softmax.max[i]);
   }
 }
 

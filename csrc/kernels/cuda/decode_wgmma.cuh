@@ -1,4 +1,5 @@
-// What the two kernels of decode_wgmma.cu have in common: tiles, warpgroups and hardware barriers.
+// What decode_wgmma_few.cu and decode_wgmma_many.cu have in common: tiles, warpgroups, hardware
+// barriers and maxima.
 #pragma once
 
 #include <cfloat>
@@ -25,15 +26,20 @@ inline constexpr int kWarpTokens = kTileTokens / kGroupWarps;
 // greatest.
 inline constexpr float kSlack = 15.0f;
 inline constexpr float kHeadroom = 7.0f;
+__device__ inline bool exceeds(float score, float max) { return score - max > kSlack; }
+__device__ inline float raised_max(float max, float top) {
+  const float below = top - kHeadroom;  // beyond 2^27 floats are farther apart
+  return fmaxf(max, exceeds(top, below) ? top : below);
+}
 // The maximum of no tokens: finite, so that no difference of two is NaN.
 inline constexpr float kNoMaximum = -FLT_MAX;
 
 __device__ inline int group_id() { return threadIdx.y / kGroupWarps; }
 __device__ inline int group_warp() { return threadIdx.y % kGroupWarps; }
 
-// The hardware barriers of parts of a block, by number: 0 is __syncthreads'. Where warps multiply,
-// with a barrier that is polled the compiler would take them for diverged, and descriptions of
-// matrices take six instructions in place of one.
+// The hardware barriers of parts of a block, by number: 0 is __syncthreads'. Beside one that is
+// polled the compiler may take warps for diverged, and descriptions of matrices then take six
+// instructions in place of one.
 __device__ inline void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -63,24 +69,6 @@ struct BlockWork {
   DecodeKernelParams::Row place;
   int begin, end;  // columns of the indices
 };
-
-// Stores what is known of a head once its sum is, the logarithm in base 2; returns what its outputs
-// are to be multiplied by.
-__device__ inline float finish_head(
-    const DecodeKernelParams& p, const BlockWork& work, int local, float sum, float max) {
-  const float lse2 = sum == 0.0f ? -INFINITY : max + log2f(sum);
-  float factor = sum == 0.0f ? 0.0f : kMakeGood / sum;
-  const int head = work.first_head + local;
-  if (head >= p.heads) return factor;
-  const int64_t at = static_cast<int64_t>(work.row) * p.heads + head;
-  if (p.num_splits > 1) {
-    p.partial_lse[work.split * p.rows * p.heads + at] = lse2;
-  } else {
-    if (sum != 0.0f) factor *= sink_factor(p, head, lse2);
-    p.lse[at] = lse2 * kLn2;
-  }
-  return factor;
-}
 
 // 16, 32 heads a block; 64.
 int decode_few_heads(const DecodeKernelParams& p, int head_tile, cudaStream_t stream);

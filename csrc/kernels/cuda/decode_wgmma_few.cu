@@ -8,10 +8,9 @@
 //                                     q from shared memory, its dims in expanded order
 //   O^T[512, heads]      += V^T P     V and P from shared memory, O in registers
 //
-//   expander  takes records, expands them, stores V, multiplies K q^T as it goes; softmax; stores
-//   P.
-//             2 warpgroups that take turns at the tiles
-//   summer    multiplies V^T P.                1 warpgroup
+//   expanders  take turns at the tiles: take records, expand them, store V, multiply K q^T as they
+//              go; softmax; store P
+//   summer     multiplies V^T P
 //
 // Two V and P buffers pass between them: `full` when a tile's are written, `empty` when it is
 // summed. As in decode_mma.cu, lane (g, q) takes blocks q, 4+q, .. 28+q of a token.
@@ -33,10 +32,8 @@
 namespace nvfp4_dsmla::cuda {
 namespace hopper {
 namespace few {
-namespace {
 
-// ---- expander
-// -------------------------------------------------------------------------------------
+// ---- expander ----------------------------------------------------------------------------------
 
 // Chunk c of a lane's two tokens -> four operands of K q^T.
 __device__ inline void expand_chunk(const Records& records,
@@ -150,8 +147,7 @@ __device__ void expand_tiles(const DecodeKernelParams& p,
   }
 }
 
-// ---- summer
-// ---------------------------------------------------------------------------------------
+// ---- summer ------------------------------------------------------------------------------------
 
 template <int kHeads>
 __device__ void sum_tiles(Shared<kHeads>& shared,
@@ -240,8 +236,7 @@ __device__ void write_out(const DecodeKernelParams& p,
   }
 }
 
-// ---- the whole
-// ------------------------------------------------------------------------------------
+// ---- the whole ---------------------------------------------------------------------------------
 
 template <int kHeads>
 __device__ void finish_heads(const DecodeKernelParams& p,
@@ -253,8 +248,11 @@ __device__ void finish_heads(const DecodeKernelParams& p,
   for (const auto& group : shared.warp_values) {
     for (const auto& warp : group) sum += warp[local];
   }
-  shared.factor[local] = finish_head(p, work, local, sum, shared.running_max[local]);
+  shared.factor[local] =
+      finish_head(p, work.row, work.split, work.first_head + local, sum, shared.running_max[local]);
 }
+
+namespace {
 
 template <class T, int kHeads, bool kWide>
 __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)

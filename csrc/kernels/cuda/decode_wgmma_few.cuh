@@ -8,7 +8,6 @@
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
 #include "kernels/cuda/decode_wgmma_records.cuh"
-#include "kernels/cuda/hopper.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
 namespace nvfp4_dsmla::cuda::hopper::few {
@@ -97,7 +96,7 @@ struct Softmax {
     }
     bool over = false;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) over |= tile_max(x, c) > max[c] + kSlack;
+    for (int c = 0; c < kColumns; ++c) over |= exceeds(tile_max(x, c), max[c]);
     const bool any_over = group_any(over);
     if (any_over) raise_to_tile(shared, buffer, x);
     if (group_warp() == 0 && lane_id() == 0) shared.rescaled[buffer] = any_over;
@@ -147,7 +146,7 @@ struct Softmax {
     max[c] = to;
   }
 
-  // Raises the maxima by those of the tile, for every expander and for what is summed so far.
+  // Raises the maxima by the tile's, for every expander and for what is summed so far.
   __device__ void raise_to_tile(Shared<kHeads>& shared, int buffer, const float (&x)[kHeads / 2]) {
     auto& warp_max = shared.warp_values[group_id()];
 #pragma unroll
@@ -157,15 +156,16 @@ struct Softmax {
       for (int step = 4; step < kWarpSize; step *= 2) {
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, step));
       }
-      if (lane_id() < 4) warp_max[group_warp()][head(c)] = top - kHeadroom;
+      if (lane_id() < 4) warp_max[group_warp()][head(c)] = top;
     }
     group_sync();
     const bool leads = group_warp() == 0 && lane_id() < 4;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      float top = max[c];
+      float top = warp_max[0][head(c)];
 #pragma unroll
-      for (int w = 0; w < kGroupWarps; ++w) top = fmaxf(top, warp_max[w][head(c)]);
+      for (int w = 1; w < kGroupWarps; ++w) top = fmaxf(top, warp_max[w][head(c)]);
+      top = raised_max(max[c], top);
       if (leads) {
         shared.rescale[buffer][head(c)] = exp2_approx(max[c] - top);
         shared.running_max[head(c)] = top;

@@ -30,9 +30,8 @@
 namespace nvfp4_dsmla::cuda {
 namespace hopper {
 namespace many {
-namespace {
 
-__device__ void score_tiles(Shared& shared, int tiles, Softmax& softmax) {
+__device__ inline void score_tiles(Shared& shared, int tiles, Softmax& softmax) {
   const Matrix<kRowBytes> query(&shared.query);
   for (int tile = 0; tile < tiles; ++tile) {
     const int buffer = tile % kBuffers;
@@ -62,7 +61,7 @@ inline constexpr int kSummerDims = kNopeDim / kSummers;
 // 128i + 8j + 2q + e. (The compiler takes no product of 256 dims for a kernel of 128 registers.)
 using Out = float[2][64];
 
-__device__ void sum_tiles(Shared& shared, int summer, int tiles, Out& out) {
+__device__ inline void sum_tiles(Shared& shared, int summer, int tiles, Out& out) {
   for (int tile = 0; tile < tiles; ++tile) {
     const int buffer = tile % kBuffers;
     barrier_sync(kScoredBarrier + buffer, kScorerAndSummers);
@@ -109,11 +108,11 @@ struct EightDims {
 };
 inline constexpr int kEights = kSummerDims / 32;  // of a lane's dims of a row
 
-__device__ void write_partial(const DecodeKernelParams& p,
-                              const Shared& shared,
-                              const BlockWork& work,
-                              int summer,
-                              const Out& out) {
+__device__ inline void write_partial(const DecodeKernelParams& p,
+                                     const Shared& shared,
+                                     const BlockWork& work,
+                                     int summer,
+                                     const Out& out) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int local = Softmax::head(r), head = work.first_head + local;
@@ -171,6 +170,8 @@ __device__ void write_out(const DecodeKernelParams& p,
   }
 }
 
+namespace {
+
 template <class T, bool kWide>
 __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     decode_kernel(const __grid_constant__ DecodeKernelParams p) {
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
   const auto load = [&](int group) {
     load_query<T, kWide, 4>(p, work, shared, (group - kScorer) * kGroupWarps + group_warp(),
-                            kAllButExpander / kWarpSize);
+                            kScorerAndSummers / kWarpSize);
     fence_for_async();
   };
   if (group == kExpander) {
@@ -190,21 +191,24 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   } else if (group == kScorer) {
     fewer_registers<kScorerRegisters>();
     load(group);
-    barrier_sync(kQueryBarrier, kAllButExpander);
+    barrier_sync(kQueryBarrier, kScorerAndSummers);
     Softmax softmax(shared);
     score_tiles(shared, work.tiles(), softmax);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float sum = softmax.sum(r);
-      if (lane_id() % 4 != 0) continue;
       const int local = Softmax::head(r);
-      shared.factor[local] = finish_head(p, work, local, sum, softmax.max(r));
+      const float sum = softmax.sum(r);
+      if (lane_id() % 4 == 0) {
+        shared.factor[local] =
+            finish_head(p, work.row, work.split, work.first_head + local, sum, softmax.max(r));
+      }
     }
+    __syncwarp();
     barrier_pass(kFinishedBarrier, kScorerAndSummers);
   } else {
     more_registers<kSummerRegisters>();
     load(group);
-    barrier_pass(kQueryBarrier, kAllButExpander);
+    barrier_pass(kQueryBarrier, kScorerAndSummers);
     const int summer = group - kFirstSummer;
     Out out = {};
     sum_tiles(shared, summer, work.tiles(), out);

@@ -52,10 +52,9 @@ enum Barrier : int {
   kEmptyBarrier = kScoredBarrier + kBuffers,    // and the buffer: it is summed
   kFinishedBarrier = kEmptyBarrier + kBuffers,  // the last scaling of the outputs is known
 };
-inline constexpr int kAllButExpander = (kGroups - 1) * kGroupThreads;
 inline constexpr int kExpanderAndScorer = 2 * kGroupThreads;
-inline constexpr int kScorerAndSummers = (1 + kSummers) * kGroupThreads;
-inline constexpr int kExpanderAndSummers = (1 + kSummers) * kGroupThreads;
+inline constexpr int kScorerAndSummers = (1 + kSummers) * kGroupThreads;  // all the others
+inline constexpr int kExpanderAndSummers = kScorerAndSummers;
 
 // The running softmax of the scorer, whose warps have 16 heads each: a lane has heads g and g+8 of
 // them, and tokens 8j + 2q and 8j + 2q + 1 of a tile.
@@ -118,14 +117,14 @@ class Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = of_quad(top[r], [](float a, float b) { return fmaxf(a, b); });
-      over |= top[r] > max_[r] + kSlack;
+      over |= exceeds(top[r], max_[r]);
     }
     over = __any_sync(kFullWarp, over);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float rescale = 1.0f;
       if (over) {
-        const float raised = fmaxf(max_[r], top[r] - kHeadroom);
+        const float raised = raised_max(max_[r], top[r]);
         rescale = exp2_approx(max_[r] - raised);
         max_[r] = raised;
         sum_[r] *= rescale;

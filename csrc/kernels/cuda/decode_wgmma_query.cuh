@@ -1,4 +1,4 @@
-// q in fp16 for the kernels of decode_wgmma.cu, in shared memory.
+// q in fp16 for decode_wgmma_few.cu and decode_wgmma_many.cu, in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ struct HeadOfQuery {
   }
 
   // To fp16, times the power of two that takes the greatest element to 2^14 .. 2^15; its inverse is
-  // returned. What is then too small for fp16 is 2^-29 of the greatest and less. Infinities and
-  // NaNs stay.
+  // returned. Elements below 2^-28 of the greatest lose bits by it, below 2^-39 all. With an
+  // infinity or a NaN among them nothing is scaled, and what is past fp16's range is infinite too.
   __device__ float to_fp16() {
     if constexpr (std::is_same_v<T, Float16>) {
       return 1.0f;
@@ -42,7 +42,7 @@ struct HeadOfQuery {
       }
       greatest = __reduce_max_sync(kFullWarp, max(greatest & 0xffffu, greatest >> 16));
       const int exponent = static_cast<int>(greatest >> 7);  // biased by 127
-      // 2^127 would be past the scale's own range: so much for q of 2^-112 and less.
+      // At most 126, so that the inverse is a normal number: which matters to q below 2^-112.
       const int power = greatest == 0 || exponent == 255 ? 0 : min(14 + 127 - exponent, 126);
       const float scale = bit_cast<float>(static_cast<uint32_t>(127 + power) << 23);
 #pragma unroll
@@ -56,8 +56,8 @@ struct HeadOfQuery {
     }
   }
 
-  // In the order in which K has its dims: a 16-byte unit of a row is made of one pair of each of
-  // four lanes q. A lane has, of each 16 * kLaneWords dims... see `place`.
+  // In the order in which K has its dims, of which lane q of four has kLaneWords words of 8 codes
+  // in a row, then the next lane: a 16-byte unit of a row is made of one pair of each.
   template <int kLaneWords>
   __device__ void store(uint8_t (*query)[kRowBytes], int heads, int local) const {
 #pragma unroll
@@ -90,8 +90,7 @@ struct HeadOfQuery {
 };
 
 // A block's heads, and what their scores are to be multiplied by, in base 2; `warps` of them share
-// the work. kWide: q may be read 16 bytes at a time. kLaneWords: how many words of codes that
-// follow one another a lane has of K.
+// the work. kWide: q may be read 16 bytes at a time.
 template <class T, bool kWide, int kLaneWords, class Shared>
 __device__ void load_query(
     const DecodeKernelParams& p, const BlockWork& work, Shared& shared, int warp, int warps) {

@@ -1,5 +1,5 @@
 // The PTX of sm_90 that the decode kernels use, one thin function an instruction: barriers that
-// count bytes, and copies that complete on them.
+// count bytes, copies that complete on them, stores of matrices, counts of registers.
 #pragma once
 
 #include <cstdint>
@@ -65,12 +65,6 @@ template <>
 __device__ inline int32_t load_now<int32_t>(const void* from) {
   int32_t to;
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(to) : "l"(from) : "memory");
-  return to;
-}
-template <>
-__device__ inline uint2 load_now<uint2>(const void* from) {
-  uint2 to;
-  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(from) : "memory");
   return to;
 }
 template <>
