@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
       }
     }
     __syncwarp();
-    barrier_pass(kFinishedBarrier, kScorerAndSummers);
+    barrier_sync(kFinishedBarrier, kScorerAndSummers);
   } else {
     more_registers<kSummerRegisters>();
     load(group);
