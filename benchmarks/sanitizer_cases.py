@@ -136,7 +136,7 @@ def gather(
 
 
 def decode(generator: torch.Generator, device: torch.device) -> int:
-    """Both decode kernels, each of their tiles of heads, with splits and without."""
+    """Every decode kernel, each of its tiles of heads, with splits and without."""
     shapes = [(1, 3, 70), (3, 16, 130), (2, 20, 300), (50, 40, 130), (70, 64, 130)]
     for kernel in ("mma", "wgmma"):
         os.environ["NVFP4_DSMLA_DECODE"] = kernel
