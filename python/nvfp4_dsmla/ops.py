@@ -252,8 +252,10 @@ def sparse_mla_decode(
     """Attention of each query row to the tokens at its own slots, straight from the records.
 
     The key of a token is its 576 dims, its value the first 512. A row's heads share its tokens.
-    Records are read as the exact numbers they stand for; scores, softmax and sums are in fp32 (on
-    CUDA the two products take bfloat16 or float16 factors).
+    Records are read as the exact numbers they stand for; scores, softmax and sums are in fp32. On
+    CUDA the two products take factors of 16 bits: of q's dtype, and on sm_90a float16, into whose
+    range a bfloat16 q is brought by a power of two a head. Weights below 2^-31 of the greatest are
+    then nothing.
 
     Args:
         q: bfloat16 or float16 [b, s_q, h_q, 576], 512 NoPE dims, then 64 RoPE dims: the queries
@@ -262,8 +264,8 @@ def sparse_mla_decode(
         kv_cache: uint8 [num_blocks, block_size, 352], or [num_layers, num_blocks, block_size, 352]
             with `layer`; any strides with contiguous records.
         indices: int32 [b, s_q, topk], any strides, topk >= 0: slots, `block * block_size + offset`.
-            One outside [0, num_blocks * block_size), -1 or any other, is no token, and nothing is
-            read for it. One that comes twice counts twice.
+            One outside [0, num_blocks * block_size), -1 or any other, is no token, and no
+            record's bytes reach a result by it. One that comes twice counts twice.
         softmax_scale: the factor of the scores before the softmax; of any sign, or 0.
         topk_length: int32 [b] or [b, s_q]: how many of a row's indices count, from the first on;
             the others are not read. Below 0 is 0, beyond topk is topk. None for all.
