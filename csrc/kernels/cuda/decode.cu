@@ -41,7 +41,7 @@ DecodeKernel wanted_kernel() {
 }  // namespace
 
 DecodePlan decode_plan(const DecodeParams& p) {
-  // wgmma's kernel loads records in whole 16 bytes; mma's has a path for any alignment.
+  // wgmma's kernels load records in whole 16 bytes; mma's has a path for any alignment.
   const DecodeKernel wanted = records_aligned(p.cache, 16) ? wanted_kernel() : DecodeKernel::kMma;
   return plan_decode(current_device(), p.batch * p.s_q, p.heads, p.topk, wanted);
 }

@@ -132,6 +132,22 @@ __device__ inline uint32_t pack(float low, float high, Float16) {
   return bit_cast<uint32_t>(pair);
 }
 
+// A block of `num_warps` warps for each row, split and `heads` heads, with a Shared of its own.
+template <class Shared, class Kernel>
+int launch_blocks(
+    Kernel kernel, const DecodeKernelParams& p, int heads, int num_warps, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(Shared);
+  static_assert(kBytes <= 227 * 1024);
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  const dim3 grid(p.rows * p.num_splits, (p.heads + heads - 1) / heads);
+  kernel<<<grid, warps(num_warps), kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
 // Whether there is code of this kernel for the device at hand. Compiled for an architecture without
 // its instructions (and such code may reach a newer device as PTX) its body is left empty, which
 // shows in the registers it takes.

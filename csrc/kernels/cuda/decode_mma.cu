@@ -182,7 +182,7 @@ __device__ void score_tokens(Shared<kTiles>& shared,
   // A token that is not there has stale bytes for a record: with scales of zero they are zeros.
   uint32_t scales[kBlocksPerLane];
   fold_scales<T>(shared.present[stage][token]
-                     ? *reinterpret_cast<const uint32_t*>(record + kScalesOffset + 8 * lane_q +
+                     ? *reinterpret_cast<const uint32_t*>(record + scale_offset(lane_q) +
                                                           kBlocksPerLane * half)
                      : 0,
                  scales);
@@ -209,8 +209,8 @@ __device__ void score_tokens(Shared<kTiles>& shared,
       }
     }
   }
-  const uint2 rope =
-      *reinterpret_cast<const uint2*>(record + kRopeOffset + 16 * lane_q + kRopePerLane * half);
+  const uint2 rope = *reinterpret_cast<const uint2*>(record + kRopeOffset +
+                                                     lane_q * (kRopeDim / 4) + kRopePerLane * half);
 #pragma unroll
   for (int word = 0; word < 2; ++word) {
     uint32_t k[2];
@@ -429,16 +429,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
 
 template <class T, int kTiles, bool kWide>
 int launch(const DecodeKernelParams& p, cudaStream_t stream) {
-  const auto kernel = decode_mma_kernel<T, kTiles, kWide>;
-  constexpr int kBytes = sizeof(Shared<kTiles>);
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      error != cudaSuccess) {
-    return error;
-  }
-  const dim3 grid(p.rows * p.num_splits, (p.heads + 16 * kTiles - 1) / (16 * kTiles));
-  kernel<<<grid, warps(kWarps), kBytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_blocks<Shared<kTiles>>(decode_mma_kernel<T, kTiles, kWide>, p,
+                                       Shared<kTiles>::kHeads, kWarps, stream);
 }
 
 template <class T>

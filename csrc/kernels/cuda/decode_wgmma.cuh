@@ -74,19 +74,4 @@ struct BlockWork {
 int decode_few_heads(const DecodeKernelParams& p, int head_tile, cudaStream_t stream);
 int decode_many_heads(const DecodeKernelParams& p, cudaStream_t stream);
 
-template <class Shared, class Kernel>
-int launch_blocks(
-    Kernel kernel, const DecodeKernelParams& p, int heads, int groups, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(Shared);
-  static_assert(kBytes <= 227 * 1024);
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      error != cudaSuccess) {
-    return error;
-  }
-  const dim3 grid(p.rows * p.num_splits, (p.heads + heads - 1) / heads);
-  kernel<<<grid, warps(groups * kGroupWarps), kBytes, stream>>>(p);
-  return cudaGetLastError();
-}
-
 }  // namespace nvfp4_dsmla::cuda::hopper

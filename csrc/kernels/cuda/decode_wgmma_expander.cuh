@@ -14,8 +14,8 @@
 
 namespace nvfp4_dsmla::cuda::hopper::many {
 
-// A lane's part of a token's record, with q = lane % 4: of each 128 dims the 32 from 32q on, four
-// words of codes; of RoPE the 16 from 16q on. In two parts: dims below and from 256 on, the scales
+// A lane's part of a token's record, with q = lane % 4: of each 8 blocks two, 2q and 2q + 1, four
+// words of codes; of RoPE a quarter. In two parts: the first 16 blocks and the others, the scales
 // with the first and RoPE with the second.
 struct LanesRecord {
   // Of a token that is not there it is slot 0's, so that no load depends on what it replaces; the
@@ -29,13 +29,16 @@ struct LanesRecord {
     const int q = lane_id() % 4;
 #pragma unroll
     for (int i = 2 * part; i < 2 * part + 2; ++i) {
-      codes[i] = load_now<uint4>(record + kCodesOffset + 64 * i + 16 * q);
+      codes[i] = load_now<uint4>(record + kCodesOffset + (8 * i + 2 * q) * kCodeBytesPerBlock);
     }
     if (part == 0) {
-      // Those of blocks 8i + 2q + e, of even q by two and of odd q, lie in one piece.
-      scales = load_now<uint4>(record + kScalesOffset + 16 * (q % 2));
+      // Block 8i + 2q + e has its scale at byte 2i + q / 2 of half e of this piece.
+      scales = load_now<uint4>(record + scale_offset(2 * (q % 2)));
+      static_assert(
+          scale_offset(1) == scale_offset(0) + 8 && scale_offset(3) == scale_offset(2) + 8 &&
+          scale_offset(4) == scale_offset(0) + 1 && scale_offset(8) == scale_offset(0) + 2);
     } else {
-      rope = load_now<uint4>(record + kRopeOffset + 16 * q);
+      rope = load_now<uint4>(record + kRopeOffset + q * (kRopeDim / 4));
     }
   }
 
@@ -122,10 +125,11 @@ class Expander {
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       load(next, part);  // there are registers for the second once half of these are expanded
-      if (part == 1) read_slots();
       if (part == 0) {
         if (tile >= kBuffers) barrier_sync(kEmptyBarrier + buffer, kExpanderAndSummers);
         note_present(records, buffer);
+      } else {
+        read_slots();
       }
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) expand(records[t], part, buffer, t);

@@ -298,7 +298,7 @@ template <class T, int kHeads>
 int launch(const DecodeKernelParams& p, cudaStream_t stream) {
   const auto kernel =
       p.query_aligned(sizeof(T)) ? decode_kernel<T, kHeads, true> : decode_kernel<T, kHeads, false>;
-  return launch_blocks<Shared<kHeads>>(kernel, p, kHeads, kGroups, stream);
+  return launch_blocks<Shared<kHeads>>(kernel, p, kHeads, kGroups * kGroupWarps, stream);
 }
 
 template <class T>

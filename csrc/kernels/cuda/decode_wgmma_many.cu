@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
 template <class T>
 int launch(const DecodeKernelParams& p, cudaStream_t stream) {
   const auto kernel = p.query_aligned(sizeof(T)) ? decode_kernel<T, true> : decode_kernel<T, false>;
-  return launch_blocks<Shared>(kernel, p, Shared::kHeads, kGroups, stream);
+  return launch_blocks<Shared>(kernel, p, Shared::kHeads, kGroups * kGroupWarps, stream);
 }
 
 }  // namespace

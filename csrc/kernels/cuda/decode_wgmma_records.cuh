@@ -1,4 +1,4 @@
-// Records on their way into the registers of the lanes that expand them.
+// Records on their way into the registers of decode_wgmma_few.cu's expanders.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include "kernels/cuda/decode_wgmma.cuh"
 #include "kernels/cuda/mma.cuh"
 
-namespace nvfp4_dsmla::cuda::hopper {
+namespace nvfp4_dsmla::cuda::hopper::few {
 
 // A lane's part of the records of tokens g and g+8 of its warp's 16: blocks q, 4+q, .. 28+q. Of a
 // token that is not there it is stale, but for the scales: with those zero, V is.
@@ -20,8 +20,8 @@ struct Records {
     for (int c = 0; c < kValueChunks; ++c) {
       codes[t][c] = *reinterpret_cast<const uint2*>(mine + 4 * c * kCodeBytesPerBlock);
     }
-    scales[t] = *reinterpret_cast<const uint2*>(record + kScalesOffset + 8 * q);
-    rope[t] = *reinterpret_cast<const uint4*>(record + kRopeOffset + 16 * q);
+    scales[t] = *reinterpret_cast<const uint2*>(record + scale_offset(q));
+    rope[t] = *reinterpret_cast<const uint4*>(record + kRopeOffset + q * (kRopeDim / 4));
   }
 
   uint2 codes[2][kValueChunks] = {};
@@ -108,4 +108,4 @@ class StagedRecords {
   uint32_t present_;  // of the one that is copied, a bit a token
 };
 
-}  // namespace nvfp4_dsmla::cuda::hopper
+}  // namespace nvfp4_dsmla::cuda::hopper::few

@@ -1,4 +1,4 @@
-// The PTX of sm_80 that the decode kernel is made of, one thin function an instruction.
+// The PTX of sm_80 that the decode kernels are made of, one thin function an instruction.
 #pragma once
 
 #include <cstdint>
