@@ -31,7 +31,7 @@ inline constexpr int kMaxSplits = 64;
 inline constexpr int kMmaTokens = 32;  // tokens of a tile
 inline constexpr int kWgmmaTokens = 64;
 
-// What a thread block takes on an H200, in tenths of a microsecond: fits to its times over 1 to 64
+// What a thread block takes on an H200, in tenths of a microsecond: fits to its times over 1 to 128
 // rows (docs/decode.md). Elsewhere the ratios matter, and those are alike.
 struct DecodePace {
   int head_tile;
@@ -40,12 +40,13 @@ struct DecodePace {
   int blocks;        // that share an SM
   int64_t per_time;  // for so many tiles
   int64_t start;     // loading q, filling the pipeline, writing the result
+  int64_t combine;   // what a partial result costs, which is in fp32, and the second kernel
 };
-inline constexpr DecodePace kMmaPaces[] = {{16, kMmaTokens, 1, 2, 23, 50},
-                                           {32, kMmaTokens, 1, 1, 18, 50}};
-inline constexpr DecodePace kWgmmaPaces[] = {{16, kWgmmaTokens, 2, 1, 30, 50},
-                                             {32, kWgmmaTokens, 2, 1, 34, 50},
-                                             {64, kWgmmaTokens, 1, 1, 21, 165}};
+inline constexpr DecodePace kMmaPaces[] = {{16, kMmaTokens, 1, 2, 23, 50, 40},
+                                           {32, kMmaTokens, 1, 1, 18, 50, 70}};
+inline constexpr DecodePace kWgmmaPaces[] = {{16, kWgmmaTokens, 2, 1, 26, 51, 40},
+                                             {32, kWgmmaTokens, 2, 1, 31, 54, 70},
+                                             {64, kWgmmaTokens, 1, 1, 20, 135, 150}};
 
 // A call at such a pace.
 struct DecodeWork {
@@ -66,10 +67,9 @@ inline int64_t times_of_split(const DecodePace& pace, const DecodeWork& work, in
 
 // In tenths of a microsecond.
 inline int64_t split_cost(const DecodePace& pace, const DecodeWork& work, int64_t splits) {
-  constexpr int64_t kCombine = 30;  // the second kernel; and a tenth for each part that it reads
   const int64_t waves = (work.blocks * splits + work.slots - 1) / work.slots;
   return waves * (times_of_split(pace, work, splits) * pace.per_time + pace.start) +
-         (splits > 1 ? kCombine + splits : 0);
+         (splits > 1 ? pace.combine : 0);
 }
 
 // Blocks never outnumber the places for them by more than four, which also bounds the partial

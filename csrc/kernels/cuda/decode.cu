@@ -53,9 +53,10 @@ int64_t decode_workspace_bytes(const DecodeParams& p, const DecodePlan& plan) {
 int decode(const DecodeParams& p, const DecodePlan& plan, void* workspace, CUstream_st* stream) {
   if (plan.kernel == DecodeKernel::kNone) return cudaErrorNoKernelImageForDevice;
   const DecodeKernelParams params(p, plan, workspace);
-  const auto run = plan.kernel == DecodeKernel::kWgmma ? decode_wgmma : decode_mma;
-  if (const int error = run(params, plan, stream); error != cudaSuccess) return error;
-  return plan.num_splits > 1 ? combine_splits(params, stream) : cudaSuccess;
+  const bool wgmma = plan.kernel == DecodeKernel::kWgmma;
+  const int error = (wgmma ? decode_wgmma : decode_mma)(params, plan, stream);
+  if (error != cudaSuccess || plan.num_splits == 1) return error;
+  return combine_splits(params, wgmma, stream);
 }
 
 }  // namespace nvfp4_dsmla::cuda

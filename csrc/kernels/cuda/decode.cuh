@@ -20,11 +20,6 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // expand.cuh leaves elements 2^-7 of their value; this is what makes scores and outputs good.
 inline constexpr float kMakeGood = 0x1p7f;
 
-// Inside an 8-element group of NoPE dims the expanded order is 0 4 1 5 2 6 3 7 (expand_pairs).
-__host__ __device__ inline int dim_of_position(int position) {
-  return (position & ~7) | (position & 1) << 2 | (position & 7) >> 1;
-}
-
 struct DecodeKernelParams : DecodeParams {
   DecodeKernelParams(const DecodeParams& p, const DecodePlan& plan, void* workspace)
       : DecodeParams(p),
@@ -80,8 +75,8 @@ struct DecodeKernelParams : DecodeParams {
   DeviceCache<const uint8_t> device_cache;
   int num_splits;
   uint32_t rows;
-  // [num_splits, rows, heads] in base 2, then [num_splits, rows, heads, 512] in expanded order,
-  // 16-byte aligned; only if num_splits > 1.
+  // [num_splits, rows, heads] in base 2, then [num_splits, rows, heads, 512], 16-byte aligned; only
+  // if num_splits > 1.
   float* partial_lse;
   float* partial_out;
 };
@@ -166,6 +161,7 @@ bool has_decode_mma();
 bool has_decode_wgmma();
 int decode_wgmma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream);
 int decode_mma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream);
-int combine_splits(const DecodeKernelParams& p, cudaStream_t stream);
+// ahead: prepared while the kernel before it still runs, which sm_90 can.
+int combine_splits(const DecodeKernelParams& p, bool ahead, cudaStream_t stream);
 
 }  // namespace nvfp4_dsmla::cuda

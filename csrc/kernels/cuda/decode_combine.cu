@@ -1,5 +1,6 @@
 // The partial results of a row's splits -> its result: each weighed by its share of the sum of
-// exponentials. A block of 64 threads a head, a thread 8 dims.
+// exponentials. A block a head, a thread 4 dims, which it asks for before it knows what they
+// weigh: such a kernel's time is round trips to memory.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"
@@ -7,61 +8,113 @@
 namespace nvfp4_dsmla::cuda {
 namespace {
 
-constexpr int kDimsPerThread = 8;
-constexpr int kCombineThreads = kNopeDim / kDimsPerThread;
+constexpr int kThreads = kNopeDim / 4;
+constexpr int kLanesSplits = kMaxSplits / kWarpSize;
 
-template <class T>
-__global__ void combine_kernel(const __grid_constant__ DecodeKernelParams p) {
-  const int64_t at = blockIdx.x;  // row * heads + head
-  const int64_t pitch = static_cast<int64_t>(p.rows) * p.heads;
-  __shared__ float lse[kMaxSplits];
-  if (threadIdx.x < p.num_splits) lse[threadIdx.x] = p.partial_lse[threadIdx.x * pitch + at];
-  __syncthreads();
-
-  float top = -INFINITY;
-  for (int s = 0; s < p.num_splits; ++s) top = fmaxf(top, lse[s]);
-  const float base = top == -INFINITY ? 0.0f : top;
-  float sum = 0.0f;
-  for (int s = 0; s < p.num_splits; ++s) sum += exp2f(lse[s] - base);
-
-  float out[kDimsPerThread] = {};
-  const float* from = p.partial_out + at * kNopeDim + threadIdx.x * kDimsPerThread;
-#pragma unroll 4
-  for (int s = 0; s < p.num_splits; ++s) {
-    const float weight = exp2f(lse[s] - base);
-    const float4* part = reinterpret_cast<const float4*>(from + s * pitch * kNopeDim);
-    const float4 x = __ldcs(part), y = __ldcs(part + 1);
-    // A split without a token has no weight and, like all of them, a finite or a justly NaN output.
-    const float values[] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+__device__ inline float warp_max(float x) {
 #pragma unroll
-    for (int i = 0; i < kDimsPerThread; ++i) out[i] += weight * values[i];
+  for (int step = 1; step < kWarpSize; step *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
+  return x;
+}
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+  return x;
+}
+
+// What the splits weigh, split i with lane i % 32, and the logarithm of the whole sum; every warp
+// finds it out for itself.
+struct Weights {
+  __device__ explicit Weights(const float (&lse)[kLanesSplits]) {
+    const float top = warp_max(fmaxf(lse[0], lse[1]));
+    const float base = top == -INFINITY ? 0.0f : top;
+    for (int i = 0; i < kLanesSplits; ++i) of_lane[i] = exp2f(lse[i] - base);
+    sum = warp_sum(of_lane[0] + of_lane[1]);
+    lse2 = sum == 0.0f ? -INFINITY : base + log2f(sum);
+  }
+  __device__ float operator[](int split) const {
+    return __shfl_sync(kFullWarp, split < kWarpSize ? of_lane[0] : of_lane[1], split % kWarpSize);
   }
 
-  const float lse2 = sum == 0.0f ? -INFINITY : base + log2f(sum);
-  const auto head = static_cast<int>(at % p.heads);
-  const float factor = sum == 0.0f ? 0.0f : sink_factor(p, head, lse2) / sum;
-  float ordered[kDimsPerThread];
+  float of_lane[kLanesSplits];
+  float sum, lse2;
+};
+static_assert(kLanesSplits == 2);
+
+template <class T, int kAtOnce>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ DecodeKernelParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();  // launched ahead: what it reads is there from here on
+#endif
+  const int64_t at = blockIdx.x;  // row * heads + head
+  const int64_t pitch = static_cast<int64_t>(p.rows) * p.heads;
+  const int lane = threadIdx.x % kWarpSize;
+  float lse[kLanesSplits];
 #pragma unroll
-  for (int i = 0; i < kDimsPerThread; ++i) ordered[dim_of_position(i)] = out[i] * factor;
-  uint4 words;
-  words.x = pack(ordered[0], ordered[1], T{});
-  words.y = pack(ordered[2], ordered[3], T{});
-  words.z = pack(ordered[4], ordered[5], T{});
-  words.w = pack(ordered[6], ordered[7], T{});
-  reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at * kNopeDim)[threadIdx.x] = words;
-  if (threadIdx.x == 0) p.lse[at] = lse2 * kLn2;
+  for (int i = 0; i < kLanesSplits; ++i) {
+    const int split = i * kWarpSize + lane;
+    lse[i] = split < p.num_splits ? p.partial_lse[split * pitch + at] : -INFINITY;
+  }
+  const auto* from = reinterpret_cast<const float4*>(p.partial_out + at * kNopeDim) + threadIdx.x;
+  const int64_t step = pitch * (kNopeDim / 4);
+  float4 parts[kAtOnce];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i < p.num_splits) parts[i] = __ldcs(from + (first + i) * step);
+    }
+  };
+  load(0);
+  const Weights weights(lse);
+
+  float4 sum = {};
+  for (int first = 0; first < p.num_splits; first += kAtOnce) {
+    if (first > 0) load(first);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i >= p.num_splits) break;
+      // A split without a token has no weight and, like all of them, a finite or a justly NaN
+      // output.
+      const float weight = weights[first + i];
+      sum.x += weight * parts[i].x;
+      sum.y += weight * parts[i].y;
+      sum.z += weight * parts[i].z;
+      sum.w += weight * parts[i].w;
+    }
+  }
+
+  const auto head = static_cast<int>(at % p.heads);
+  const float factor =
+      weights.sum == 0.0f ? 0.0f : sink_factor(p, head, weights.lse2) / weights.sum;
+  auto* to = reinterpret_cast<uint2*>(static_cast<T*>(p.out) + at * kNopeDim);
+  to[threadIdx.x] = make_uint2(pack(sum.x * factor, sum.y * factor, T{}),
+                               pack(sum.z * factor, sum.w * factor, T{}));
+  if (threadIdx.x == 0) p.lse[at] = weights.lse2 * kLn2;
+}
+
+// Registers for many parts at once keep blocks from running side by side.
+template <class T>
+int launch(const DecodeKernelParams& p, bool ahead, cudaStream_t stream) {
+  constexpr int kFew = 4, kMany = 16;
+  const auto kernel = p.num_splits <= kFew ? combine_kernel<T, kFew> : combine_kernel<T, kMany>;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(p.rows * p.heads);
+  config.blockDim = kThreads;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = ahead ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 }  // namespace
 
-int combine_splits(const DecodeKernelParams& p, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(p.rows * p.heads);
-  if (p.element == Element::kBFloat16) {
-    combine_kernel<BFloat16><<<blocks, kCombineThreads, 0, stream>>>(p);
-  } else {
-    combine_kernel<Float16><<<blocks, kCombineThreads, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+int combine_splits(const DecodeKernelParams& p, bool ahead, cudaStream_t stream) {
+  return p.element == Element::kBFloat16 ? launch<BFloat16>(p, ahead, stream)
+                                         : launch<Float16>(p, ahead, stream);
 }
 
 }  // namespace nvfp4_dsmla::cuda

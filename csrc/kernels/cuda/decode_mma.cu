@@ -356,15 +356,16 @@ __device__ void write_out(const DecodeKernelParams& p,
 #pragma unroll
       for (int c = 0; c < kOutChunks; ++c) {
         const float x = out[tile][c][2 * half] * factor, y = out[tile][c][2 * half + 1] * factor;
-        const int position = (threadIdx.y * kOutChunks + c) * 8 + 2 * q;
+        // In the expanded order of eight dims, 0 4 1 5 2 6 3 7, a lane has two in a row.
+        const int dim = (threadIdx.y * kOutChunks + c) * 8 + q;
         if (p.num_splits > 1) {
           float* to = p.partial_out +
-                      (static_cast<int64_t>(split) * p.rows * p.heads + at) * kNopeDim + position;
-          *reinterpret_cast<float2*>(to) = make_float2(x, y);
+                      (static_cast<int64_t>(split) * p.rows * p.heads + at) * kNopeDim + dim;
+          to[0] = x, to[4] = y;
         } else {
-          T* to = static_cast<T*>(p.out) + at * kNopeDim;
-          store_element(to + dim_of_position(position), x);
-          store_element(to + dim_of_position(position + 1), y);
+          T* to = static_cast<T*>(p.out) + at * kNopeDim + dim;
+          store_element(to, x);
+          store_element(to + 4, y);
         }
       }
     }

@@ -61,6 +61,10 @@ struct BlockWork {
     end = __shfl_sync(kFullWarp, p.device_cache.empty() ? begin : share.end, 0);
   }
 
+  // Of the `heads` of a block those that there are.
+  __device__ int num_heads(const DecodeKernelParams& p, int heads) const {
+    return min(heads, static_cast<int>(p.heads) - first_head);
+  }
   __device__ int tiles() const { return (end - begin + kTileTokens - 1) / kTileTokens; }
 
   uint32_t row;

@@ -7,6 +7,7 @@
 #include "format/record.h"
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
+#include "kernels/cuda/decode_wgmma_expand.cuh"
 #include "kernels/cuda/decode_wgmma_many.cuh"
 #include "kernels/cuda/expand.cuh"
 #include "kernels/cuda/hopper.cuh"
@@ -20,9 +21,9 @@ namespace nvfp4_dsmla::cuda::hopper::many {
 struct LanesRecord {
   // Of a token that is not there it is slot 0's, so that no load depends on what it replaces; the
   // cache is not empty.
-  __device__ void locate(const DecodeKernelParams& p, int32_t slot, bool inside) {
-    present = inside && p.device_cache.holds(slot);
-    record = p.device_cache.record<true>(present ? static_cast<uint32_t>(slot) : 0);
+  __device__ void locate(const uint8_t* located, const uint8_t* first) {
+    present = located != nullptr;
+    record = present ? located : first;
   }
 
   __device__ void load(int part) {
@@ -48,7 +49,7 @@ struct LanesRecord {
     const uint32_t of_lane = lane_id() % 4 < 2 ? 0x6240u : 0x7351u;
     const uint32_t four = part == 0 ? __byte_perm(scales.x, scales.z, of_lane)
                                     : __byte_perm(scales.y, scales.w, of_lane);
-    fold_scales<Float16>(present ? four : 0, folded);
+    fold_scales(present ? four : 0, folded);
   }
 
   bool present;
@@ -61,14 +62,11 @@ struct LanesRecord {
 // for a warp's loads, so that who waits for the first of them waits for the last.
 class Expander {
  public:
-  __device__ Expander(const DecodeKernelParams& p, Shared& shared, const BlockWork& work)
-      : p_(p),
-        shared_(shared),
+  __device__ Expander(const DecodeKernelParams& p, Shared& shared, int tiles)
+      : shared_(shared),
+        first_record_(p.device_cache.record<true>(0)),
         row_(kWarpTokens * group_warp() + lane_id() / 4),
-        tiles_(work.tiles()),
-        indices_(p.row_indices(work.place)),
-        column_(work.begin + row_),
-        end_(work.end) {
+        tiles_(tiles) {
     // Of store_matrices a lane gives row lane % 8 of matrix lane / 8, which is a 16-byte unit.
     const int row = kWarpTokens * group_warp() + lane_id() % 8;
     place_ = row * kRowBytes + 16 * swizzled_unit<kRowBytes>(row, lane_id() / 8);
@@ -77,11 +75,9 @@ class Expander {
   __device__ void run() {
     if (tiles_ == 0) return;
     Records x, y;
-    read_slots();
-    locate(x);
+    locate(x, 0);
     load(x, 0);
     load(x, 1);
-    read_slots();
     for (int tile = 0; tile < tiles_; tile += 2) {
       expand(x, tile, y);
       if (tile + 1 == tiles_) break;
@@ -93,24 +89,12 @@ class Expander {
   static constexpr int kTokens = 2;  // 8 rows apart
   using Records = LanesRecord[kTokens];
 
-  // Of the tile that is located next. Past the end too, the last one again: a load under a
-  // condition would be waited for at once.
-  __device__ void read_slots() {
+  // Past the last tile no token is there: a load under a condition would be waited for at once.
+  __device__ void locate(Records& records, int tile) const {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      const int column = min(column_ + 8 * t, end_ - 1);
-      slots_[t] = load_now<int32_t>(indices_ + column * p_.indices_column_stride);
+      records[t].locate(shared_.located[tile % kLocated][row_ + 8 * t], first_record_);
     }
-  }
-
-  // Which records the next tile has.
-  __device__ void locate(Records& records) {
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      asm volatile("" : "+r"(slots_[t]));  // not to be looked at, and waited for, before
-      records[t].locate(p_, slots_[t], column_ + 8 * t < end_);
-    }
-    column_ += kTileTokens;
   }
 
   __device__ static void load(Records& records, int part) {
@@ -121,31 +105,18 @@ class Expander {
 
   __device__ void expand(const Records& records, int tile, Records& next) {
     const int buffer = tile % kBuffers;
-    locate(next);
+    locate(next, tile + 1);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       load(next, part);  // there are registers for the second once half of these are expanded
-      if (part == 0) {
-        if (tile >= kBuffers) barrier_sync(kEmptyBarrier + buffer, kExpanderAndSummers);
-        note_present(records, buffer);
-      } else {
-        read_slots();
+      if (part == 0 && tile >= kBuffers) {
+        barrier_sync(kEmptyBarrier + buffer, kExpanderAndSummers);
       }
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) expand(records[t], part, buffer, t);
     }
     fence_for_async();
     barrier_pass(kFullBarrier + buffer, kExpanderAndScorer);
-  }
-
-  __device__ void note_present(const Records& records, int buffer) const {
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      const int row = row_ + 8 * t;
-      if (lane_id() % 4 == 0) shared_.present[buffer][row] = records[t].present;
-      const bool all = __all_sync(kFullWarp, records[t].present);
-      if (lane_id() == 0) shared_.whole[buffer][row / 8] = all;
-    }
   }
 
   __device__ void expand(const LanesRecord& record, int part, int buffer, int token) const {
@@ -171,22 +142,11 @@ class Expander {
     store_matrices(high + kValueChunks * kChunkBytes, pairs);
   }
 
-  __device__ static void expand_rope(uint32_t first, uint32_t second, uint32_t (&pairs)[4]) {
-    uint32_t low[2], high[2];
-    expand_rope_pairs<Float16>(first, low);
-    expand_rope_pairs<Float16>(second, high);
-    pairs[0] = low[0], pairs[1] = low[1], pairs[2] = high[0], pairs[3] = high[1];
-  }
-
-  const DecodeKernelParams& p_;
   Shared& shared_;
+  const uint8_t* first_record_;
   const int row_;  // in its tile, of a lane's first token
   const int tiles_;
   int place_;  // in a chunk, of the rows that a lane gives to store_matrices
-  const int32_t* indices_;
-  int column_;  // of the tile to be located next
-  int end_;
-  int32_t slots_[kTokens];
 };
 
 }  // namespace nvfp4_dsmla::cuda::hopper::many

@@ -22,6 +22,7 @@
 
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
+#include "kernels/cuda/decode_wgmma_expand.cuh"
 #include "kernels/cuda/decode_wgmma_few.cuh"
 #include "kernels/cuda/decode_wgmma_query.cuh"
 #include "kernels/cuda/decode_wgmma_records.cuh"
@@ -58,31 +59,34 @@ __device__ inline void expand_chunk(const Records& records,
 __device__ inline void expand_rope(const Records& records, uint32_t (&k)[4][4]) {
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
-    const uint32_t words[4] = {records.rope[t].x, records.rope[t].y, records.rope[t].z,
-                               records.rope[t].w};
+    const uint4& rope = records.rope[t];
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint32_t pairs[2];
-      expand_rope_pairs<Float16>(words[step], pairs);
-      k[step][t] = pairs[0];
-      k[step][2 + t] = pairs[1];
+    for (int half = 0; half < 2; ++half) {
+      uint32_t pairs[4];
+      hopper::expand_rope(half == 0 ? rope.x : rope.z, half == 0 ? rope.y : rope.w, pairs);
+      k[2 * half][t] = pairs[0];
+      k[2 * half][2 + t] = pairs[1];
+      k[2 * half + 1][t] = pairs[2];
+      k[2 * half + 1][2 + t] = pairs[3];
     }
   }
 }
 
-// S^T of the tile into `scores`, which are there after wgmma_wait; V into its buffer, once
-// `wait_for_buffer` returns.
+// S^T of the source's next tile into `scores`, which are there after wgmma_wait; V into its buffer,
+// once `wait_for_buffer` returns.
 template <int kHeads, class Wait>
 __device__ void multiply_keys(Shared<kHeads>& shared,
                               int buffer,
-                              const Records& records,
+                              StagedRecords& source,
+                              Records& records,
                               float (&scores)[kHeads / 2],
                               Wait wait_for_buffer) {
+  source.take(records);
   uint32_t folded[2][2][4];
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
-    fold_scales<Float16>(records.scales[t].x, folded[t][0]);
-    fold_scales<Float16>(records.scales[t].y, folded[t][1]);
+    fold_scales(records.scales[t].x, folded[t][0]);
+    fold_scales(records.scales[t].y, folded[t][1]);
   }
   // Of matrix lane / 8 of store_matrices: tokens 0 .. 7 or 8 .. 15, the even unit or the odd one.
   const int lane = lane_id(), row = kWarpTokens * group_warp() + lane % 16;
@@ -120,18 +124,16 @@ __device__ void expand_tiles(const DecodeKernelParams& p,
                              Shared<kHeads>& shared,
                              const BlockWork& work,
                              int group,
+                             StagedRecords& source,
                              Softmax<kHeads>& softmax) {
   constexpr int kStep = kExpanders * kTileTokens;
   constexpr int kInTurn = 2 * kGroupThreads;  // of a barrier between an expander and the next
   int first = work.begin + group * kTileTokens;
-  StagedRecords source(p, p.row_indices(work.place), first, work.end, kStep,
-                       shared.stages[group * kGroupWarps + group_warp()]);
   Records records;
   for (int tile = group; first < work.end; tile += kExpanders, first += kStep) {
     const int buffer = tile % kBuffers;
-    source.take(records);
     float scores[kHeads / 2];
-    multiply_keys(shared, buffer, records, scores,
+    multiply_keys(shared, buffer, source, records, scores,
                   [&] { barrier_wait(shared.empty[buffer], (tile / kBuffers & 1) ^ 1); });
     if (tile > 0) barrier_sync(kTurnBarrier + group, kInTurn);
     const uint32_t raises = shared.raises;
@@ -185,54 +187,62 @@ __device__ void sum_tiles(Shared<kHeads>& shared,
   }
 }
 
-// O leaves by way of shared memory, in V's place: a lane has single dims of it, and a store to
-// memory should be of 16 bytes at least.
-template <class T, int kHeads>
-__device__ void write_out(const DecodeKernelParams& p,
-                          Shared<kHeads>& shared,
-                          const BlockWork& work,
-                          const float (&out)[kValueChunks][kHeads / 2]) {
-  constexpr int kPairs = kNopeDim / 2;
-  auto* staged = reinterpret_cast<float2*>(&shared.values);  // [kHeads][kPairs], permuted
-  static_assert(sizeof(float2) * kHeads * kPairs <= sizeof(shared.values));
-  const auto place = [](int head, int pair) {  // lanes q apart, in banks apart
-    return head * kPairs + (pair ^ (head / 2 % 2 * 4 + head / 4 % 2));
-  };
+// O leaves by way of shared memory, in V's place: a lane has single dims of it. A head has a row, a
+// little longer than it is, so that what lanes store is in banks apart.
+inline constexpr int kRowFloats = kNopeDim + 4;
+
+template <int kHeads>
+__device__ void stage_out(Shared<kHeads>& shared, const float (&out)[kValueChunks][kHeads / 2]) {
+  auto* staged = reinterpret_cast<float*>(&shared.values);
+  static_assert(sizeof(float) * kHeads * kRowFloats <= sizeof(shared.values));
   barrier_sync(kSummerBarrier, kGroupThreads);
   // A lane's positions g and g+8 of a warp's 16 are dims d and d+1.
   const int g = lane_id() / 4, w = group_warp();
-  const int first_pair = (g / 2 * 16 + w / 2 * 8 + g % 2 * 4 + w % 2 * 2) / 2;
+  const int first_dim = g / 2 * 16 + w / 2 * 8 + g % 2 * 4 + w % 2 * 2;
 #pragma unroll
   for (int c = 0; c < kHeads / 4; ++c) {
     const int head = Softmax<kHeads>::head(c);
     const float factor = shared.factor[head];
 #pragma unroll
     for (int chunk = 0; chunk < kValueChunks; ++chunk) {
-      const int pair = chunk * (kChunkDims / 2) + first_pair;
       const float* x = &out[chunk][4 * (c / 2) + c % 2];
-      staged[place(head, pair)] = make_float2(x[0] * factor, x[2] * factor);
+      *reinterpret_cast<float2*>(&staged[head * kRowFloats + chunk * kChunkDims + first_dim]) =
+          make_float2(x[0] * factor, x[2] * factor);
     }
   }
-  barrier_sync(kSummerBarrier, kGroupThreads);
+}
+
+// By one warp: the copy engine takes a partial result as it is.
+template <int kHeads>
+__device__ void write_partial(const DecodeKernelParams& p,
+                              const Shared<kHeads>& shared,
+                              const BlockWork& work) {
+  const auto* staged = reinterpret_cast<const float*>(&shared.values);
+  const int64_t first = static_cast<int64_t>(work.split * p.rows + work.row) * p.heads;
+  float* to = p.partial_out + (first + work.first_head) * kNopeDim;
+  for (int head = lane_id(); head < work.num_heads(p, kHeads); head += kWarpSize) {
+    store_bulk(to + head * kNopeDim, staged + head * kRowFloats, kNopeDim * sizeof(float));
+  }
+  store_bulk_wait();
+}
+
+// By all warps of the block.
+template <class T, int kHeads>
+__device__ void write_out(const DecodeKernelParams& p,
+                          const Shared<kHeads>& shared,
+                          const BlockWork& work) {
+  const auto* staged = reinterpret_cast<const float*>(&shared.values);
+  constexpr int kEights = kNopeDim / 8, kThreads = kGroups * kGroupThreads;
+  const int64_t first = static_cast<int64_t>(work.row) * p.heads + work.first_head;
+  auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + first * kNopeDim);
+  const int end = work.num_heads(p, kHeads) * kEights;
 #pragma unroll 2
-  for (int i = w * kWarpSize + lane_id(); i < kHeads * (kNopeDim / 8); i += kGroupThreads) {
-    const int local = i / (kNopeDim / 8), eight = i % (kNopeDim / 8),
-              head = work.first_head + local;
-    if (head >= p.heads) break;
-    float2 x[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) x[k] = staged[place(local, 4 * eight + k)];
-    const int64_t at = static_cast<int64_t>(work.row) * p.heads + head;
-    if (p.num_splits > 1) {
-      float* part = p.partial_out + (work.split * p.rows * p.heads + at) * kNopeDim;
-      auto* to = reinterpret_cast<float4*>(part + 8 * eight);  // in expanded order
-      to[0] = make_float4(x[0].x, x[2].x, x[0].y, x[2].y);
-      to[1] = make_float4(x[1].x, x[3].x, x[1].y, x[3].y);
-    } else {
-      auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at * kNopeDim);
-      to[eight] = make_uint4(pack(x[0].x, x[0].y, T{}), pack(x[1].x, x[1].y, T{}),
-                             pack(x[2].x, x[2].y, T{}), pack(x[3].x, x[3].y, T{}));
-    }
+  for (int i = threadIdx.y * kWarpSize + lane_id(); i < end; i += kThreads) {
+    const auto* from =
+        reinterpret_cast<const float4*>(&staged[i / kEights * kRowFloats + i % kEights * 8]);
+    const float4 x = from[0], y = from[1];
+    to[i] = make_uint4(pack(x.x, x.y, T{}), pack(x.z, x.w, T{}), pack(y.x, y.y, T{}),
+                       pack(y.z, y.w, T{}));
   }
 }
 
@@ -272,24 +282,40 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     shared.raises = 0;
   }
   if (thread < kHeads) shared.running_max[thread] = kNoMaximum;
-  load_query<T, kWide, 2>(p, work, shared, threadIdx.y, kGroups * kGroupWarps);
-  fence_for_async();
-  __syncthreads();
-
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
+  constexpr int kWarps = kGroups * kGroupWarps;
+  using Query = QueryLoader<T, kWide, 2, kWarps, (kHeads + kWarps - 1) / kWarps, Shared<kHeads>>;
   if (group < kExpanders) {
+    const int first = work.begin + group * kTileTokens;
+    StagedRecords source(p, p.row_indices(work.place), first, work.end, kExpanders * kTileTokens,
+                         shared.stages[group * kGroupWarps + group_warp()]);
+    Query query(p, work, threadIdx.y);
+    source.start();
+    query.store(shared);
+    fence_for_async();
+    __syncthreads();
     Softmax<kHeads> softmax(shared);
-    if (work.begin < work.end) expand_tiles(p, shared, work, group, softmax);
+    if (work.begin < work.end) expand_tiles(p, shared, work, group, source, softmax);
     barrier_sync(kExpandersBarrier, kExpanders * kGroupThreads);  // the maxima are final
     softmax.finish(shared);
     barrier_sync(kExpandersBarrier, kExpanders * kGroupThreads);
     finish_heads(p, shared, work);
     barrier_arrive(shared.finished);
   } else {
+    Query(p, work, threadIdx.y).store(shared);
+    fence_for_async();
+    __syncthreads();
     float out[kValueChunks][kHeads / 2] = {};
     sum_tiles(shared, work.tiles(), out);
     barrier_wait(shared.finished, 0);
-    write_out<T>(p, shared, work, out);
+    stage_out(shared, out);
+    fence_for_async();
+  }
+  __syncthreads();
+  if (p.num_splits == 1) {
+    write_out<T>(p, shared, work);
+  } else if (threadIdx.y == 0) {
+    write_partial(p, shared, work);
   }
 #endif
 }

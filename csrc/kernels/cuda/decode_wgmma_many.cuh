@@ -22,6 +22,10 @@ inline constexpr int kSummerRegisters = 160;
 
 inline constexpr int kBuffers = 2;  // of tiles: as many as there is room for
 
+// For how many tiles records are located ahead. The expander, when it loads the next tile's, knows
+// the scorer to be done with the one three before the one it is at.
+inline constexpr int kLocated = 4;
+
 struct alignas(1024) Shared {
   static constexpr int kHeads = 64;
 
@@ -29,10 +33,10 @@ struct alignas(1024) Shared {
   // RoPE, once that has been multiplied.
   uint8_t tiles[kBuffers][kQueryChunks][kTileTokens][kRowBytes];
   uint8_t query[kQueryChunks][kHeads][kRowBytes];
-  uint8_t present[kBuffers][kTileTokens];
+  const uint8_t* located[kLocated][kTileTokens];  // records; nullptr where there is none
   union {
-    uint8_t whole[kBuffers][kTileTokens / 8];  // whether all of eight tokens are present
-    uint64_t all_whole[kBuffers];
+    uint8_t whole[kLocated][kGroupWarps];  // whether all of a warp's tokens are there
+    uint32_t all_whole[kLocated];
   };
   float score_scale[kHeads];
   float rescale[kBuffers][kHeads];
@@ -56,6 +60,50 @@ inline constexpr int kExpanderAndScorer = 2 * kGroupThreads;
 inline constexpr int kScorerAndSummers = (1 + kSummers) * kGroupThreads;  // all the others
 inline constexpr int kExpanderAndSummers = kScorerAndSummers;
 
+// Says where records are: a warp 16 of a tile, a lane (of 16) one. The expander locates those of
+// the first tiles itself, each warp its own; then the scorer does, for it has the time.
+class Locator {
+ public:
+  __device__ Locator(const DecodeKernelParams& p, Shared& shared, const BlockWork& work, int tile)
+      : p_(p),
+        shared_(shared),
+        indices_(p.row_indices(work.place)),
+        row_(kWarpTokens * group_warp() + lane_id() % kWarpTokens),
+        column_(work.begin + tile * kTileTokens + row_),
+        end_(work.end) {}
+
+  __device__ void first_tiles() {
+    int32_t slots[kLocated];
+#pragma unroll
+    for (int32_t& slot : slots) slot = read();
+#pragma unroll
+    for (int tile = 0; tile < kLocated; ++tile) note(tile, slots[tile]);
+  }
+
+  // Of the next tile.
+  __device__ int32_t read() {
+    const int32_t slot = column_ < end_ ? __ldg(indices_ + column_ * p_.indices_column_stride) : -1;
+    column_ += kTileTokens;
+    return slot;
+  }
+
+  __device__ void note(int place, int32_t slot) {
+    const bool there = p_.device_cache.holds(slot);
+    shared_.located[place][row_] =
+        there ? p_.device_cache.record<true>(static_cast<uint32_t>(slot)) : nullptr;
+    const bool whole = __all_sync(kFullWarp, there);
+    if (lane_id() == 0) shared_.whole[place][group_warp()] = whole;
+  }
+
+ private:
+  const DecodeKernelParams& p_;
+  Shared& shared_;
+  const int32_t* indices_;
+  const int row_;  // in its tile
+  int column_;     // of the tile that is read next
+  const int end_;
+};
+
 // The running softmax of the scorer, whose warps have 16 heads each: a lane has heads g and g+8 of
 // them, and tokens 8j + 2q and 8j + 2q + 1 of a tile.
 class Softmax {
@@ -68,13 +116,14 @@ class Softmax {
       : scale_{shared.score_scale[head(0)], shared.score_scale[head(1)]} {}
 
   // P of a tile, and its part in the sums.
-  __device__ void take(Shared& shared, int buffer, float (&scores)[kScores]) {
+  __device__ void take(Shared& shared, int tile, float (&scores)[kScores]) {
+    const int buffer = tile % kBuffers, place = tile % kLocated;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] *= scale_[row(i)];
-    if (shared.all_whole[buffer] != 0x0101'0101'0101'0101u) {
+    if (shared.all_whole[place] != 0x0101'0101u) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        if (shared.present[buffer][token(i)] == 0) scores[i] = -INFINITY;
+        if (shared.located[place][token(i)] == nullptr) scores[i] = -INFINITY;
       }
     }
     settle_max(shared, buffer, scores);

@@ -74,14 +74,22 @@ struct HeadOfQuery {
       // As expand_pairs leaves them: (0, 4), (1, 5), (2, 6), (3, 7); and expand_rope_pairs: (0, 2),
       // (1, 3), (4, 6), (5, 7).
       const auto& words = x[i].words;
-      const uint32_t a = words[0], b = rope ? words[1] : words[2];
-      const uint32_t c = rope ? words[2] : words[1], d = words[3];
-      const uint32_t pairs[4] = {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632),
-                                 __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632)};
+      const uint32_t even = rope ? 0x3210 : 0x5410, odd = rope ? 0x7654 : 0x7632;
+      const uint32_t b = rope ? words[1] : words[2], c = rope ? words[2] : words[1];
+      const uint32_t pairs[4] = {__byte_perm(words[0], b, even), __byte_perm(words[0], b, odd),
+                                 __byte_perm(c, words[3], even), __byte_perm(c, words[3], odd)};
+      // The lanes of four chunks take four units at a time, which are in banks apart.
+      uint32_t turned[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int unit = swizzled_unit<kRowBytes>(local, 4 * (w % 2) + k);
-        *reinterpret_cast<uint32_t*>(to + unit * 16 + 4 * q) = pairs[k];
+        const uint32_t even = chunk % 2 == 0 ? pairs[k] : pairs[(k + 1) % 4];
+        const uint32_t odd = chunk % 2 == 0 ? pairs[(k + 2) % 4] : pairs[(k + 3) % 4];
+        turned[k] = chunk / 2 % 2 == 0 ? even : odd;
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int unit = swizzled_unit<kRowBytes>(local, 4 * (w % 2) + (k + chunk) % 4);
+        *reinterpret_cast<uint32_t*>(to + unit * 16 + 4 * q) = turned[k];
       }
     }
   }
@@ -89,35 +97,55 @@ struct HeadOfQuery {
   Elements<T, 8> x[kParts] = {};
 };
 
-// A block's heads, and what their scores are to be multiplied by, in base 2; `warps` of them share
-// the work. kWide: q may be read 16 bytes at a time.
-template <class T, bool kWide, int kLaneWords, class Shared>
-__device__ void load_query(
-    const DecodeKernelParams& p, const BlockWork& work, Shared& shared, int warp, int warps) {
-  constexpr int kHeads = Shared::kHeads;
-  constexpr int kAtOnce = 3;
-  const T* row = static_cast<const T*>(p.q) + work.place.b * p.q_batch_stride +
-                 work.place.t * p.q_token_stride;
-  for (int first = warp; first < kHeads; first += kAtOnce * warps) {
-    HeadOfQuery<T> heads[kAtOnce];
+// A block's heads, and what their scores are to be multiplied by, in base 2, into shared memory;
+// kWarps share the work, each up to kAtOnce heads at a time. kWide: q may be read 16 bytes at a
+// time.
+template <class T, bool kWide, int kLaneWords, int kWarps, int kAtOnce, class Shared>
+class QueryLoader {
+ public:
+  __device__ QueryLoader(const DecodeKernelParams& p, const BlockWork& work, int warp)
+      : p_(p), work_(work), warp_(warp) {
+    request(0);
+  }
+
+  // What was asked for first has the time until here.
+  __device__ void store(Shared& shared) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int local = first + i * warps, head = work.first_head + local;
-      if (local < kHeads && head < p.heads) {
-        heads[i].template load<kWide>(row + head * p.q_head_stride);
-      }
-    }
+    for (int first = 0; first < kHeads; first += kAtOnce * kWarps) {
+      if (first > 0) request(first);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int local = first + i * warps;
-      if (local >= kHeads) break;
-      const float inverse = heads[i].to_fp16();
-      heads[i].template store<kLaneWords>(shared.query[0], kHeads, local);
-      if (lane_id() == 0) {
-        shared.score_scale[local] = p.softmax_scale * (kLog2e * kMakeGood) * inverse;
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int local = first + i * kWarps + warp_;
+        if (local >= kHeads) break;
+        const float inverse = heads_[i].to_fp16();
+        heads_[i].template store<kLaneWords>(shared.query[0], kHeads, local);
+        if (lane_id() == 0) {
+          shared.score_scale[local] = p_.softmax_scale * (kLog2e * kMakeGood) * inverse;
+        }
       }
     }
   }
-}
+
+ private:
+  static constexpr int kHeads = Shared::kHeads;
+
+  __device__ void request(int first) {
+    const T* row = static_cast<const T*>(p_.q) + work_.place.b * p_.q_batch_stride +
+                   work_.place.t * p_.q_token_stride;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int local = first + i * kWarps + warp_, head = work_.first_head + local;
+      heads_[i] = {};
+      if (local < kHeads && head < p_.heads) {
+        heads_[i].template load<kWide>(row + head * p_.q_head_stride);
+      }
+    }
+  }
+
+  const DecodeKernelParams& p_;
+  const BlockWork& work_;
+  const int warp_;
+  HeadOfQuery<T> heads_[kAtOnce];
+};
 
 }  // namespace nvfp4_dsmla::cuda::hopper

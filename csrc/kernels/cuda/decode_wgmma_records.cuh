@@ -49,8 +49,10 @@ class StagedRecords {
         step_(step),
         stage_(static_cast<uint8_t*>(stage)) {
     read_slot();
-    start_copies();
   }
+
+  // Of the first tile; what is asked for meanwhile comes with the indices.
+  __device__ void start() { start_copies(); }
 
   // The next tile's; past the last one no token is present.
   __device__ void take(Records& records) {

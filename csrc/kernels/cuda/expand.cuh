@@ -89,6 +89,25 @@ __device__ void expand_pairs(uint32_t codes, uint32_t folded_scale, uint32_t (&p
   place.template operator()<3>();
 }
 
+// In fp16 a code's byte is the upper one of its element: pairs two nibbles apart are a byte apart
+// in one and the same word.
+template <>
+__device__ inline void expand_pairs<Float16>(uint32_t codes,
+                                             uint32_t folded_scale,
+                                             uint32_t (&pairs)[4]) {
+  constexpr uint32_t kSigns = 0x8080'8080u, kBits = 0x8e00'8e00u;
+  const auto merge = [](uint32_t signs, uint32_t magnitudes) {
+    uint32_t merged;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(signs), "r"(magnitudes), "r"(kSigns));
+    return merged;
+  };
+  const uint32_t even = merge(codes << 4, codes << 1), odd = merge(codes, codes >> 3);
+  pairs[0] = Pairs<Float16>::multiply(even << 8 & kBits, folded_scale);
+  pairs[1] = Pairs<Float16>::multiply(odd << 8 & kBits, folded_scale);
+  pairs[2] = Pairs<Float16>::multiply(even & kBits, folded_scale);
+  pairs[3] = Pairs<Float16>::multiply(odd & kBits, folded_scale);
+}
+
 // 4 e4m3 bytes -> the pairs (0, 2), (1, 3) of their bits: values times 2^-120 (2^-8 in fp16).
 template <class T>
 __device__ void place_e4m3(uint32_t bytes, uint32_t (&pairs)[2]) {

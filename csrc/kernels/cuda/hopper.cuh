@@ -1,5 +1,5 @@
 // The PTX of sm_90 that the decode kernels use, one thin function an instruction: barriers that
-// count bytes, copies that complete on them, stores of matrices, counts of registers.
+// count bytes, copies by the copy engine, stores of matrices, conversions, counts of registers.
 #pragma once
 
 #include <cstdint>
@@ -49,12 +49,30 @@ __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uin
       : "memory");
 }
 
+// Likewise shared -> global. The thread that starts such copies waits until what they read may be
+// overwritten, or the block may end.
+__device__ inline void store_bulk(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+__device__ inline void store_bulk_wait() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements, held as mma's operands are; lane l gives the address of row
 // l % 8 of matrix l / 8.
 __device__ inline void store_matrices(uint32_t address, const uint32_t (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
                : "memory");
+}
+
+// The lower two e4m3 bytes -> two halves, NaN included.
+__device__ inline uint32_t halves_of_e4m3(uint32_t bytes) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bytes)));
+  return halves;
 }
 
 // A load that stays where it is among the instructions of this kind: the compiler would move it to
