@@ -13,11 +13,8 @@
 //   summer     multiplies V^T P
 //
 // Two V and P buffers pass between them: `full` when a tile's are written, `empty` when it is
-// summed. As in decode_mma.cu, lane (g, q) takes blocks q, 4+q, .. 28+q of a token.
-//
-// Four registers that are an operand of K q^T go to V as they are, with one stmatrix. That puts
-// pair j (elements j and j+4) of word w of the lanes' blocks into 16-byte unit 4w + j of a chunk's
-// row, lane q's at word q: dim 64c + 16q + 8w + j + 4e is at position 64c + 8(4w + j) + 2q + e.
+// summed. Four registers that are an operand of K q^T go to V as they are, with one stmatrix; the
+// order of dims that this makes is LanesRecord's.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"
@@ -46,8 +43,7 @@ __device__ inline void expand_chunk(const Records& records,
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       uint32_t pairs[4];
-      expand_pairs<Float16>(word == 0 ? records.codes[t][c].x : records.codes[t][c].y,
-                            folded[t][c / 4][c % 4], pairs);
+      expand_pairs<Float16>(records[t].word(c, word), folded[t][c / 4][c % 4], pairs);
       k[2 * word][t] = pairs[0];
       k[2 * word][2 + t] = pairs[1];
       k[2 * word + 1][t] = pairs[2];
@@ -59,7 +55,7 @@ __device__ inline void expand_chunk(const Records& records,
 __device__ inline void expand_rope(const Records& records, uint32_t (&k)[4][4]) {
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
-    const uint4& rope = records.rope[t];
+    const uint4& rope = records[t].rope;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t pairs[4];
@@ -85,8 +81,8 @@ __device__ void multiply_keys(Shared<kHeads>& shared,
   uint32_t folded[2][2][4];
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
-    fold_scales(records.scales[t].x, folded[t][0]);
-    fold_scales(records.scales[t].y, folded[t][1]);
+    records[t].fold(0, folded[t][0]);
+    records[t].fold(1, folded[t][1]);
   }
   // Of matrix lane / 8 of store_matrices: tokens 0 .. 7 or 8 .. 15, the even unit or the odd one.
   const int lane = lane_id(), row = kWarpTokens * group_warp() + lane % 16;
@@ -138,7 +134,7 @@ __device__ void expand_tiles(const DecodeKernelParams& p,
     if (tile > 0) barrier_sync(kTurnBarrier + group, kInTurn);
     const uint32_t raises = shared.raises;
     wgmma_wait<0>();
-    softmax.scale_scores(scores, records.present);
+    softmax.scale_scores(scores, {records[0].present, records[1].present});
     softmax.settle_max(shared, buffer, raises, scores);
     if (first + kTileTokens < work.end) {
       barrier_pass(kTurnBarrier + (group + 1) % kExpanders, kInTurn);
@@ -198,7 +194,7 @@ __device__ void stage_out(Shared<kHeads>& shared, const float (&out)[kValueChunk
   barrier_sync(kSummerBarrier, kGroupThreads);
   // A lane's positions g and g+8 of a warp's 16 are dims d and d+1.
   const int g = lane_id() / 4, w = group_warp();
-  const int first_dim = g / 2 * 16 + w / 2 * 8 + g % 2 * 4 + w % 2 * 2;
+  const int first_dim = g / 2 * 32 + w / 2 * 8 + g % 2 * 4 + w % 2 * 2;
 #pragma unroll
   for (int c = 0; c < kHeads / 4; ++c) {
     const int head = Softmax<kHeads>::head(c);
@@ -206,7 +202,8 @@ __device__ void stage_out(Shared<kHeads>& shared, const float (&out)[kValueChunk
 #pragma unroll
     for (int chunk = 0; chunk < kValueChunks; ++chunk) {
       const float* x = &out[chunk][4 * (c / 2) + c % 2];
-      *reinterpret_cast<float2*>(&staged[head * kRowFloats + chunk * kChunkDims + first_dim]) =
+      const int dim = chunk / 2 * 128 + chunk % 2 * 16 + first_dim;
+      *reinterpret_cast<float2*>(&staged[head * kRowFloats + dim]) =
           make_float2(x[0] * factor, x[2] * factor);
     }
   }
@@ -284,13 +281,13 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   if (thread < kHeads) shared.running_max[thread] = kNoMaximum;
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
   constexpr int kWarps = kGroups * kGroupWarps;
-  using Query = QueryLoader<T, kWide, 2, kWarps, (kHeads + kWarps - 1) / kWarps, Shared<kHeads>>;
+  using Query = QueryLoader<T, kWide, kWarps, (kHeads + kWarps - 1) / kWarps, Shared<kHeads>>;
   if (group < kExpanders) {
     const int first = work.begin + group * kTileTokens;
     StagedRecords source(p, p.row_indices(work.place), first, work.end, kExpanders * kTileTokens,
                          shared.stages[group * kGroupWarps + group_warp()]);
     Query query(p, work, threadIdx.y);
-    source.start();
+    source.start_copies();
     query.store(shared);
     fence_for_async();
     __syncthreads();

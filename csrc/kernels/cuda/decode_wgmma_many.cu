@@ -13,11 +13,8 @@
 //             records of the tile after the next ones are, for it has the time
 //   summers   P V, each half of the dims
 //
-// Two buffers pass from one to the next and back.
-//
-// A word of codes, expanded, goes to K with one stmatrix: pair j (elements j and j+4) of word w of
-// the four lanes of a token into 16-byte unit 4(w % 2) + j of a chunk's row, lane q's at word q. So
-// dim 128i + 32q + 8w + j + 4e is at position 64(2i + w / 2) + 8(4(w % 2) + j) + 2q + e.
+// Two buffers pass from one to the next and back. A word of codes, expanded, goes to K with one
+// stmatrix, in LanesRecord's order of dims.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"
@@ -185,7 +182,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   const BlockWork work(p, Shared::kHeads);
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
   const auto load = [&] {
-    QueryLoader<T, kWide, 4, kScorerAndSummers / kWarpSize, 3, Shared>(
+    QueryLoader<T, kWide, kScorerAndSummers / kWarpSize, 3, Shared>(
         p, work, threadIdx.y - kScorer * kGroupWarps)
         .store(shared);
     fence_for_async();

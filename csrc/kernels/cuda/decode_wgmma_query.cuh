@@ -56,23 +56,19 @@ struct HeadOfQuery {
     }
   }
 
-  // In the order in which K has its dims, of which lane q of four has kLaneWords words of 8 codes
-  // in a row, then the next lane: a 16-byte unit of a row is made of one pair of each.
-  template <int kLaneWords>
+  // In the order in which K has its dims (LanesRecord).
   __device__ void store(uint8_t (*query)[kRowBytes], int heads, int local) const {
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       const int eight = lane_id() + kWarpSize * i;
       if (eight >= kEights) break;
       const bool rope = eight >= kNopeDim / 8;
-      // Eight w of lane q, of each 4 * kLaneWords; of RoPE's, two a lane.
-      constexpr int kAll = 4 * kLaneWords;
-      const int of_lane = rope ? 2 : kLaneWords, all = rope ? 8 : kAll;
+      // Word w of lane q, of each 16; of RoPE, two a lane.
+      const int of_lane = rope ? 2 : 4, all = 4 * of_lane;
       const int q = eight % all / of_lane, w = eight % of_lane;
-      const int chunk = rope ? kValueChunks : eight / kAll * (kLaneWords / 2) + w / 2;
+      const int chunk = rope ? kValueChunks : eight / 16 * 2 + w / 2;
       uint8_t* to = query[chunk * heads + local];
-      // As expand_pairs leaves them: (0, 4), (1, 5), (2, 6), (3, 7); and expand_rope_pairs: (0, 2),
-      // (1, 3), (4, 6), (5, 7).
+      // As expand_pairs leaves them: (0, 4), (1, 5), (2, 6), (3, 7); expand_rope: in order.
       const auto& words = x[i].words;
       const uint32_t even = rope ? 0x3210 : 0x5410, odd = rope ? 0x7654 : 0x7632;
       const uint32_t b = rope ? words[1] : words[2], c = rope ? words[2] : words[1];
@@ -100,7 +96,7 @@ struct HeadOfQuery {
 // A block's heads, and what their scores are to be multiplied by, in base 2, into shared memory;
 // kWarps share the work, each up to kAtOnce heads at a time. kWide: q may be read 16 bytes at a
 // time.
-template <class T, bool kWide, int kLaneWords, int kWarps, int kAtOnce, class Shared>
+template <class T, bool kWide, int kWarps, int kAtOnce, class Shared>
 class QueryLoader {
  public:
   __device__ QueryLoader(const DecodeKernelParams& p, const BlockWork& work, int warp)
@@ -118,7 +114,7 @@ class QueryLoader {
         const int local = first + i * kWarps + warp_;
         if (local >= kHeads) break;
         const float inverse = heads_[i].to_fp16();
-        heads_[i].template store<kLaneWords>(shared.query[0], kHeads, local);
+        heads_[i].store(shared.query[0], kHeads, local);
         if (lane_id() == 0) {
           shared.score_scale[local] = p_.softmax_scale * (kLog2e * kMakeGood) * inverse;
         }

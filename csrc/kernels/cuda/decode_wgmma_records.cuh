@@ -6,29 +6,13 @@
 #include "format/record.h"
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
+#include "kernels/cuda/decode_wgmma_expand.cuh"
 #include "kernels/cuda/mma.cuh"
 
 namespace nvfp4_dsmla::cuda::hopper::few {
 
-// A lane's part of the records of tokens g and g+8 of its warp's 16: blocks q, 4+q, .. 28+q. Of a
-// token that is not there it is stale, but for the scales: with those zero, V is.
-struct Records {
-  __device__ void read(int t, const uint8_t* record) {
-    const int q = lane_id() % 4;
-    const uint8_t* mine = record + kCodesOffset + q * kCodeBytesPerBlock;
-#pragma unroll
-    for (int c = 0; c < kValueChunks; ++c) {
-      codes[t][c] = *reinterpret_cast<const uint2*>(mine + 4 * c * kCodeBytesPerBlock);
-    }
-    scales[t] = *reinterpret_cast<const uint2*>(record + scale_offset(q));
-    rope[t] = *reinterpret_cast<const uint4*>(record + kRopeOffset + q * (kRopeDim / 4));
-  }
-
-  uint2 codes[2][kValueChunks] = {};
-  uint2 scales[2];
-  uint4 rope[2] = {};
-  bool present[2];
-};
+// Of two tokens of its warp's 16.
+using Records = LanesRecord[2];
 
 inline constexpr int kStageBytes = kWarpTokens * kRecordBytes;
 
@@ -48,11 +32,8 @@ class StagedRecords {
         end_(end),
         step_(step),
         stage_(static_cast<uint8_t*>(stage)) {
-    read_slot();
+    read_slot();  // what is asked for until start_copies comes along with it
   }
-
-  // Of the first tile; what is asked for meanwhile comes with the indices.
-  __device__ void start() { start_copies(); }
 
   // The next tile's; past the last one no token is present.
   __device__ void take(Records& records) {
@@ -60,24 +41,21 @@ class StagedRecords {
     __syncwarp();
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      const int token = lane_id() / 4 + 8 * t;
-      records.present[t] = present_ >> token & 1;
-      records.read(t, stage_ + token * kRecordBytes);
-      if (!records.present[t]) records.scales[t] = {};
+      // Eight lanes have tokens two apart, whose pieces are in banks apart.
+      const int g = lane_id() / 4, token = 8 * t + (g & 4) + (g & 1) * 2 + (g >> 1 & 1);
+      records[t].present = present_ >> token & 1;
+      const auto load = [](const uint8_t* from) { return *reinterpret_cast<const uint4*>(from); };
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        records[t].load(stage_ + token * kRecordBytes, part, load);
+      }
     }
     __syncwarp();
     start_copies();
   }
 
- private:
-  __device__ void read_slot() {  // of token `lane`, lanes 0 .. 15
-    slot_ = lane_id() < kWarpTokens && column_ < end_
-                ? __ldg(indices_ + column_ * p_.indices_column_stride)
-                : -1;
-    column_ += step_;
-  }
-
-  // Four tokens at a time, 8 lanes each, so that an instruction asks for whole lines.
+  // The first tile's, whose records `take` waits for. Four tokens at a time, 8 lanes each, so that
+  // an instruction asks for whole lines.
   __device__ void start_copies() {
     constexpr int kLanes = 8, kPiece = 16, kStride = kLanes * kPiece;
     const bool there = p_.device_cache.holds(slot_);
@@ -100,6 +78,14 @@ class StagedRecords {
     }
     copy_async_commit();
     read_slot();
+  }
+
+ private:
+  __device__ void read_slot() {  // of token `lane`, lanes 0 .. 15
+    slot_ = lane_id() < kWarpTokens && column_ < end_
+                ? __ldg(indices_ + column_ * p_.indices_column_stride)
+                : -1;
+    column_ += step_;
   }
 
   const DecodeKernelParams& p_;
