@@ -137,8 +137,11 @@ def gather(
 
 def decode(generator: torch.Generator, device: torch.device) -> int:
     """Every decode kernel, each of its tiles of heads, with splits and without."""
-    shapes = [(1, 3, 70), (3, 16, 130), (2, 20, 300), (50, 40, 130), (70, 64, 130)]
-    for kernel in ("mma", "wgmma"):
+    small = [(1, 3, 70), (3, 16, 130), (2, 20, 300), (50, 40, 130), (70, 64, 130)]
+    # On an H200 ten tiles of 64 heads, then 16, 32 and 64 with a row's tokens shared out.
+    large = [(70, 64, 600), (4, 17, 2048), (8, 64, 2048), (36, 50, 2048)]
+    count = 0
+    for kernel, shapes in (("mma", small), ("wgmma", small + large)):
         os.environ["NVFP4_DSMLA_DECODE"] = kernel
         for batch, heads, topk in shapes:
             for dtype in (torch.bfloat16, torch.float16):
@@ -151,8 +154,9 @@ def decode(generator: torch.Generator, device: torch.device) -> int:
                 }
                 want, _ = reference.attention(**on_host)
                 torch.testing.assert_close(out.cpu(), want, rtol=2**-6, atol=2**-6)
+                count += 1
     del os.environ["NVFP4_DSMLA_DECODE"]
-    return 4 * len(shapes)
+    return count
 
 
 def samples(generator: torch.Generator, device: torch.device) -> int:

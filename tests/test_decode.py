@@ -254,6 +254,26 @@ def test_sink(
         assert not got[0].any()
 
 
+# On an H200 a row's tokens shared out, and tiles of 64 heads.
+@pytest.mark.parametrize(("batch", "heads", "topk"), [(4, 17, 2048), (70, 64, 300)])
+def test_rows_of_all_lengths(
+    device: torch.device, batch: int, heads: int, topk: int, generator: torch.Generator
+) -> None:
+    lengths = [0, 1, 70, topk]
+    check(
+        decode_arguments(
+            generator,
+            device,
+            batch=batch,
+            heads=heads,
+            topk=topk,
+            num_blocks=50,
+            lengths=[lengths[i % 4] for i in range(batch)],
+            sink=[(-1) ** h * h / 4 for h in range(heads)],
+        )
+    )
+
+
 def test_a_slot_named_twice_counts_twice(device: torch.device, generator: torch.Generator) -> None:
     once = decode_arguments(generator, device, topk=1, indices=[5])
     twice = {**once, "indices": once["indices"].repeat(1, 1, 2)}
@@ -298,14 +318,32 @@ def test_records_that_are_not_selected_reach_nothing(
 
 
 @SHAPES
+def test_an_empty_cache(
+    device: torch.device, batch: int, heads: int, generator: torch.Generator
+) -> None:
+    out, lse = check(
+        decode_arguments(generator, device, batch=batch, heads=heads, topk=130, num_blocks=0)
+    )
+    assert not out.any()
+    assert lse.isneginf().all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "topk"), [(2, 17, 130), (70, 64, 130), (4, 17, 2048)]
+)  # as above, and a row's tokens shared out
 @pytest.mark.parametrize("byte", [256, 319, 320, 351])
 def test_a_nan_reaches_its_own_rows_only(
-    device: torch.device, byte: int, batch: int, heads: int, generator: torch.Generator
+    device: torch.device,
+    byte: int,
+    batch: int,
+    heads: int,
+    topk: int,
+    generator: torch.Generator,
 ) -> None:
-    arguments = decode_arguments(generator, device, batch=batch, s_q=2, heads=heads, topk=130)
+    arguments = decode_arguments(generator, device, batch=batch, s_q=2, heads=heads, topk=topk)
     arguments["indices"].remainder_(47)  # slot 47 nowhere yet
     want = decode(arguments)
-    arguments["indices"][1, 1, 66] = 47
+    arguments["indices"][1, 1, topk // 2 + 1] = 47
     arguments["kv_cache"].view(-1, RECORD_BYTES)[47, byte] = 0x7F
     got = decode(arguments)
     for part, other in zip(got, want, strict=True):

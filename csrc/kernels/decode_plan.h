@@ -32,7 +32,8 @@ inline constexpr int kMmaTokens = 32;  // tokens of a tile
 inline constexpr int kWgmmaTokens = 64;
 
 // What a thread block takes on an H200, in tenths of a microsecond: fits to its times over 1 to 128
-// rows (docs/decode.md). Elsewhere the ratios matter, and those are alike.
+// rows (docs/decode.md); mma's cost of combining is taken from wgmma's. Elsewhere the ratios
+// matter, and those are alike.
 struct DecodePace {
   int head_tile;
   int tokens;        // of a tile
@@ -40,7 +41,7 @@ struct DecodePace {
   int blocks;        // that share an SM
   int64_t per_time;  // for so many tiles
   int64_t start;     // loading q, filling the pipeline, writing the result
-  int64_t combine;   // what a partial result costs, which is in fp32, and the second kernel
+  int64_t combine;   // partial results, which are in fp32, and the second kernel
 };
 inline constexpr DecodePace kMmaPaces[] = {{16, kMmaTokens, 1, 2, 23, 50, 40},
                                            {32, kMmaTokens, 1, 1, 18, 50, 70}};
@@ -73,7 +74,7 @@ inline int64_t split_cost(const DecodePace& pace, const DecodeWork& work, int64_
 }
 
 // Blocks never outnumber the places for them by more than four, which also bounds the partial
-// results: 67 MB on an H200.
+// results: 69 MB on an H200.
 inline int64_t most_splits(const DecodeWork& work) {
   constexpr int64_t kBlocksPerSlot = 4;
   const int64_t room = kBlocksPerSlot * work.slots / std::max<int64_t>(work.blocks, 1);
@@ -93,7 +94,7 @@ inline DecodeCost cheapest_splits(const DecodePace& pace, const DecodeWork& work
     if (cost < best.tenths) best = {static_cast<int>(splits), cost};
     const int64_t times = times_of_split(pace, work, splits);
     if (times <= 1) break;
-    // On to the fewest splits that save a time: those between cost more.
+    // On to the fewest splits that save a time: those between cost no less.
     const int64_t fewer = (times - 1) * pace.tiles;
     splits = (work.tiles + fewer - 1) / fewer;
   }

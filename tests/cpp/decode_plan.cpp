@@ -85,7 +85,7 @@ int main() {
   expect(plan_decode({true, true, 132}, 1, 64, 2048).num_splits > 8, "no splits", 90, 1, 64, 2048);
   expect(plan_decode({true, true, 132}, 1, 64, 0).num_splits == 1, "splits of nothing", 90, 1, 64,
          0);
-  // The shapes by which test_decode.py's test_many_rows and benchmarks/sanitizer_cases.py try each
+  // The shapes by which test_decode.py and benchmarks/sanitizer_cases.py try each
   // tile of an H200, and splits of it.
   struct Tried {
     int64_t rows, heads, topk;
@@ -95,7 +95,9 @@ int main() {
   for (const Tried& t :
        {Tried{70, 20, 300, 32, false}, Tried{70, 33, 300, 64, false},
         Tried{40, 128, 300, 64, false}, Tried{8, 64, 2048, 32, true}, Tried{40, 50, 2048, 64, true},
-        Tried{50, 40, 130, 32, false}, Tried{70, 64, 130, 64, false}}) {
+        Tried{50, 40, 130, 32, false}, Tried{70, 64, 130, 64, false}, Tried{70, 64, 600, 64, false},
+        Tried{4, 17, 2048, 16, true}, Tried{36, 50, 2048, 64, true},
+        Tried{8, 17, 2048, 16, true}}) {
     const DecodePlan plan = plan_decode({true, true, 132}, t.rows, t.heads, t.topk);
     expect(plan.head_tile == t.head_tile && (plan.num_splits > 1) == t.is_split,
            "the tests try another tile", 90, t.rows, t.heads, t.topk);

@@ -44,6 +44,11 @@ struct DecodeKernelParams : DecodeParams {
            q_token_stride * element_bytes % 16 == 0 && q_head_stride * element_bytes % 16 == 0;
   }
 
+  // Where the partial result of a split is, in heads.
+  __device__ int64_t partial_at(int split, uint32_t row, int head) const {
+    return (static_cast<int64_t>(split) * rows + row) * heads + head;
+  }
+
   // A row's batch and token; how many of its indices are to be read.
   struct Row {
     int64_t b, t;
@@ -102,12 +107,11 @@ __device__ inline float finish_head(
   const float lse2 = sum == 0.0f ? -INFINITY : max + log2f(sum);
   float factor = sum == 0.0f ? 0.0f : kMakeGood / sum;
   if (head >= p.heads) return factor;
-  const int64_t at = static_cast<int64_t>(row) * p.heads + head;
   if (p.num_splits > 1) {
-    p.partial_lse[split * p.rows * p.heads + at] = lse2;
+    p.partial_lse[p.partial_at(split, row, head)] = lse2;
   } else {
     if (sum != 0.0f) factor *= sink_factor(p, head, lse2);
-    p.lse[at] = lse2 * kLn2;
+    p.lse[static_cast<int64_t>(row) * p.heads + head] = lse2 * kLn2;
   }
   return factor;
 }

@@ -45,10 +45,12 @@ template <class T, int kAtOnce>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ DecodeKernelParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();  // launched ahead: what it reads is there from here on
+  // If launched ahead, what it reads is there from here on. (Only the wgmma kernels have it so:
+  // then this one's code is sm_90a's too, and waits.)
+  cudaGridDependencySynchronize();
 #endif
   const int64_t at = blockIdx.x;  // row * heads + head
-  const int64_t pitch = static_cast<int64_t>(p.rows) * p.heads;
+  const int64_t pitch = p.partial_at(1, 0, 0);
   const int lane = threadIdx.x % kWarpSize;
   float lse[kLanesSplits];
 #pragma unroll
@@ -107,7 +109,8 @@ int launch(const DecodeKernelParams& p, bool ahead, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = ahead ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  cudaLaunchKernelEx(&config, kernel, p);
+  return cudaGetLastError();
 }
 
 }  // namespace

@@ -359,9 +359,9 @@ __device__ void write_out(const DecodeKernelParams& p,
         // In the expanded order of eight dims, 0 4 1 5 2 6 3 7, a lane has two in a row.
         const int dim = (threadIdx.y * kOutChunks + c) * 8 + q;
         if (p.num_splits > 1) {
-          float* to = p.partial_out +
-                      (static_cast<int64_t>(split) * p.rows * p.heads + at) * kNopeDim + dim;
-          to[0] = x, to[4] = y;
+          float* to = p.partial_out + p.partial_at(split, row, head) * kNopeDim + dim;
+          to[0] = x;
+          to[4] = y;
         } else {
           T* to = static_cast<T*>(p.out) + at * kNopeDim + dim;
           store_element(to, x);

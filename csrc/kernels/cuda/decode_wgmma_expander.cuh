@@ -7,7 +7,7 @@
 #include "format/record.h"
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
-#include "kernels/cuda/decode_wgmma_expand.cuh"
+#include "kernels/cuda/decode_wgmma_lane.cuh"
 #include "kernels/cuda/decode_wgmma_many.cuh"
 #include "kernels/cuda/expand.cuh"
 #include "kernels/cuda/hopper.cuh"
@@ -63,7 +63,7 @@ class Expander {
 
   __device__ static void load(Records& records, int part) {
 #pragma unroll
-    for (Record& record : records) record.load(record.from, part, load_now<uint4>);
+    for (Record& record : records) record.load(record.from, part, load_now);
     __syncwarp();  // they are not to be put off, as the compiler would have it
   }
 
@@ -97,9 +97,9 @@ class Expander {
       }
     }
     if (part == 0) return;
-    expand_rope(record.rope.x, record.rope.y, pairs);
+    expand_rope_in_order(record.rope.x, record.rope.y, pairs);
     store_matrices(low + kValueChunks * kChunkBytes, pairs);
-    expand_rope(record.rope.z, record.rope.w, pairs);
+    expand_rope_in_order(record.rope.z, record.rope.w, pairs);
     store_matrices(high + kValueChunks * kChunkBytes, pairs);
   }
 

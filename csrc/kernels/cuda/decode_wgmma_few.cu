@@ -19,8 +19,8 @@
 
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
-#include "kernels/cuda/decode_wgmma_expand.cuh"
 #include "kernels/cuda/decode_wgmma_few.cuh"
+#include "kernels/cuda/decode_wgmma_lane.cuh"
 #include "kernels/cuda/decode_wgmma_query.cuh"
 #include "kernels/cuda/decode_wgmma_records.cuh"
 #include "kernels/cuda/expand.cuh"
@@ -33,6 +33,14 @@ namespace few {
 
 // ---- expander ----------------------------------------------------------------------------------
 
+// Four pairs of token t -> their places in two operands of K q^T.
+__device__ inline void place(const uint32_t (&pairs)[4], int t, uint32_t (*k)[4]) {
+  k[0][t] = pairs[0];
+  k[0][2 + t] = pairs[1];
+  k[1][t] = pairs[2];
+  k[1][2 + t] = pairs[3];
+}
+
 // Chunk c of a lane's two tokens -> four operands of K q^T.
 __device__ inline void expand_chunk(const Records& records,
                                     int c,
@@ -44,10 +52,7 @@ __device__ inline void expand_chunk(const Records& records,
     for (int word = 0; word < 2; ++word) {
       uint32_t pairs[4];
       expand_pairs<Float16>(records[t].word(c, word), folded[t][c / 4][c % 4], pairs);
-      k[2 * word][t] = pairs[0];
-      k[2 * word][2 + t] = pairs[1];
-      k[2 * word + 1][t] = pairs[2];
-      k[2 * word + 1][2 + t] = pairs[3];
+      place(pairs, t, &k[2 * word]);
     }
   }
 }
@@ -56,15 +61,11 @@ __device__ inline void expand_rope(const Records& records, uint32_t (&k)[4][4]) 
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
     const uint4& rope = records[t].rope;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t pairs[4];
-      hopper::expand_rope(half == 0 ? rope.x : rope.z, half == 0 ? rope.y : rope.w, pairs);
-      k[2 * half][t] = pairs[0];
-      k[2 * half][2 + t] = pairs[1];
-      k[2 * half + 1][t] = pairs[2];
-      k[2 * half + 1][2 + t] = pairs[3];
-    }
+    uint32_t pairs[4];
+    expand_rope_in_order(rope.x, rope.y, pairs);
+    place(pairs, t, &k[0]);
+    expand_rope_in_order(rope.z, rope.w, pairs);
+    place(pairs, t, &k[2]);
   }
 }
 
@@ -215,8 +216,7 @@ __device__ void write_partial(const DecodeKernelParams& p,
                               const Shared<kHeads>& shared,
                               const BlockWork& work) {
   const auto* staged = reinterpret_cast<const float*>(&shared.values);
-  const int64_t first = static_cast<int64_t>(work.split * p.rows + work.row) * p.heads;
-  float* to = p.partial_out + (first + work.first_head) * kNopeDim;
+  float* to = p.partial_out + p.partial_at(work.split, work.row, work.first_head) * kNopeDim;
   for (int head = lane_id(); head < work.num_heads(p, kHeads); head += kWarpSize) {
     store_bulk(to + head * kNopeDim, staged + head * kRowFloats, kNopeDim * sizeof(float));
   }

@@ -9,8 +9,8 @@
 //
 //   expander  records from memory, a tile ahead in registers -> K in shared memory, whose first
 //             eight chunks are V
-//   scorer    q K^T; softmax; P in the place of the chunk of K that is not V's; and where the
-//             records of the tile after the next ones are, for it has the time
+//   scorer    q K^T; softmax; P in the place of the chunk of K that is not V's; and, for it has the
+//             time, where the records of the tile four ahead are
 //   summers   P V, each half of the dims
 //
 // Two buffers pass from one to the next and back. A word of codes, expanded, goes to K with one
@@ -118,8 +118,7 @@ __device__ inline void write_partial(const DecodeKernelParams& p,
   for (int r = 0; r < 2; ++r) {
     const int local = Softmax::head(r), head = work.first_head + local;
     if (head >= p.heads) continue;
-    const int64_t at = static_cast<int64_t>(work.row) * p.heads + head;
-    float* part = p.partial_out + (work.split * p.rows * p.heads + at) * kNopeDim;
+    float* part = p.partial_out + p.partial_at(work.split, work.row, head) * kNopeDim;
 #pragma unroll
     for (int eight = 0; eight < kEights; ++eight) {
       const EightDims dims(out, eight, r, summer, shared.factor[local]);

@@ -68,7 +68,7 @@ struct HeadOfQuery {
       const int q = eight % all / of_lane, w = eight % of_lane;
       const int chunk = rope ? kValueChunks : eight / 16 * 2 + w / 2;
       uint8_t* to = query[chunk * heads + local];
-      // As expand_pairs leaves them: (0, 4), (1, 5), (2, 6), (3, 7); expand_rope: in order.
+      // As expand_pairs leaves them: (0, 4), (1, 5), (2, 6), (3, 7); expand_rope_in_order.
       const auto& words = x[i].words;
       const uint32_t even = rope ? 0x3210 : 0x5410, odd = rope ? 0x7654 : 0x7632;
       const uint32_t b = rope ? words[1] : words[2], c = rope ? words[2] : words[1];
@@ -78,9 +78,9 @@ struct HeadOfQuery {
       uint32_t turned[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint32_t even = chunk % 2 == 0 ? pairs[k] : pairs[(k + 1) % 4];
-        const uint32_t odd = chunk % 2 == 0 ? pairs[(k + 2) % 4] : pairs[(k + 3) % 4];
-        turned[k] = chunk / 2 % 2 == 0 ? even : odd;
+        const uint32_t near = chunk % 2 == 0 ? pairs[k] : pairs[(k + 1) % 4];
+        const uint32_t far = chunk % 2 == 0 ? pairs[(k + 2) % 4] : pairs[(k + 3) % 4];
+        turned[k] = chunk / 2 % 2 == 0 ? near : far;  // pairs[(k + chunk) % 4]
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {

@@ -6,7 +6,7 @@
 #include "format/record.h"
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
-#include "kernels/cuda/decode_wgmma_expand.cuh"
+#include "kernels/cuda/decode_wgmma_lane.cuh"
 #include "kernels/cuda/mma.cuh"
 
 namespace nvfp4_dsmla::cuda::hopper::few {

@@ -77,16 +77,7 @@ __device__ inline uint32_t halves_of_e4m3(uint32_t bytes) {
 
 // A load that stays where it is among the instructions of this kind: the compiler would move it to
 // where that saves registers.
-template <class T>
-__device__ T load_now(const void* from);
-template <>
-__device__ inline int32_t load_now<int32_t>(const void* from) {
-  int32_t to;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(to) : "l"(from) : "memory");
-  return to;
-}
-template <>
-__device__ inline uint4 load_now<uint4>(const void* from) {
+__device__ inline uint4 load_now(const void* from) {
   uint4 to;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)

@@ -13,7 +13,7 @@
 namespace nvfp4_dsmla::cuda::hopper {
 
 // 4 scale bytes -> fold_scale of each, for both halves of a word.
-__device__ inline void fold_scales(uint32_t bytes, uint32_t (&folded)[4]) {
+__device__ inline void fold_by_conversion(uint32_t bytes, uint32_t (&folded)[4]) {
   static_assert(Pairs<Float16>::kE2m1Fold == 0x1p7f);
   constexpr uint32_t kFold = 0x5800'5800u;  // 2^7, twice
 #pragma unroll
@@ -25,7 +25,7 @@ __device__ inline void fold_scales(uint32_t bytes, uint32_t (&folded)[4]) {
 }
 
 // 8 RoPE bytes -> 8 elements times 2^-7, in order.
-__device__ inline void expand_rope(uint32_t first, uint32_t second, uint32_t (&pairs)[4]) {
+__device__ inline void expand_rope_in_order(uint32_t first, uint32_t second, uint32_t (&pairs)[4]) {
   constexpr uint32_t kFold = 0x2000'2000u;  // 2^-7, twice
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -64,7 +64,7 @@ struct LanesRecord {
     const uint32_t of_lane = lane_id() % 4 < 2 ? 0x6240u : 0x7351u;
     const uint32_t four = part == 0 ? __byte_perm(scales.x, scales.z, of_lane)
                                     : __byte_perm(scales.y, scales.w, of_lane);
-    fold_scales(present ? four : 0, folded);
+    fold_by_conversion(present ? four : 0, folded);
   }
 
   __device__ uint32_t word(int chunk, int w) const {
