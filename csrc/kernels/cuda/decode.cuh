@@ -131,6 +131,28 @@ __device__ inline uint32_t pack(float low, float high, Float16) {
   return bit_cast<uint32_t>(pair);
 }
 
+// What brings a head's elements of q, or some of them, into fp16's range: the power of two that
+// takes the greatest magnitude, given in the bits of bf16, to 2^14 .. 2^15. Elements below 2^-28 of
+// it lose bits by it, below 2^-39 all. With an infinity or a NaN among them nothing is scaled, and
+// what is past fp16's range is infinite too.
+struct QueryScale {
+  __device__ explicit QueryScale(uint32_t greatest) {
+    const int exponent = static_cast<int>(greatest >> 7);  // biased by 127
+    // At most 126, so that the inverse is a normal number: which matters to q below 2^-112.
+    const int power = greatest == 0 || exponent == 255 ? 0 : min(14 + 127 - exponent, 126);
+    scale = bit_cast<float>(static_cast<uint32_t>(127 + power) << 23);
+    inverse = bit_cast<float>(static_cast<uint32_t>(127 - power) << 23);
+  }
+
+  // Two elements of bf16 -> two of fp16.
+  __device__ uint32_t to_fp16(uint32_t pair) const {
+    return pack(bit_cast<float>(pair << 16) * scale, bit_cast<float>(pair & 0xffff'0000u) * scale,
+                Float16{});
+  }
+
+  float scale, inverse;
+};
+
 // A block of `num_warps` warps for each row, split and `heads` heads, with a Shared of its own.
 template <class Shared, class Kernel>
 int launch_blocks(

@@ -13,7 +13,11 @@
 // since a dot product does not mind the order of the dims as long as q's is the same. Lane (g, q)
 // takes token g and blocks q, 4+q, .. 28+q, whose scales lie in eight contiguous bytes of the
 // record.
+//
+// What is multiplied is fp16, in which K and V are exact as in bf16, and P has three bits more.
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/expand.cuh"
@@ -127,9 +131,9 @@ class Loader {
   int next_;
 };
 
-// q of heads g and g+8 in the order in which expand_pairs gives K.
-template <class T, bool kWide>
+// Half of the dims of q, of heads g and g+8, in the order in which expand_pairs gives K.
 struct QueryTile {
+  template <class T, bool kWide>
   __device__ void load(const DecodeKernelParams& p, const T* row, int first_head, int dim_group) {
     const int g = lane_id() / 4, q = lane_id() % 4;
 #pragma unroll
@@ -141,18 +145,21 @@ struct QueryTile {
         const int block = 4 * (dim_group * kBlocksPerLane + c) + q;
 #pragma unroll
         for (int word = 0; word < 2; ++word) {
-          const uint4 w = eight(x, block * kBlockDim + 8 * word);  // elements 01 23 45 67
+          const uint4 w = eight<T, kWide>(x, block * kBlockDim + 8 * word);  // 01 23 45 67
           const int step = 4 * c + 2 * word;
           set(step, half, __byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632));
           set(step + 1, half, __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632));
         }
       }
-      const uint4 w = eight(x, kNopeDim + 16 * q + kRopePerLane * dim_group);
+      const uint4 w = eight<T, kWide>(x, kNopeDim + 16 * q + kRopePerLane * dim_group);
       const int step = 4 * kBlocksPerLane;
       set(step, half, __byte_perm(w.x, w.y, 0x5410), __byte_perm(w.x, w.y, 0x7632));
       set(step + 1, half, __byte_perm(w.z, w.w, 0x5410), __byte_perm(w.z, w.w, 0x7632));
+      inverse[half] = 1.0f;
+      if constexpr (std::is_same_v<T, BFloat16>) to_fp16(half);
     }
   }
+  template <class T, bool kWide>
   __device__ static uint4 eight(const T* x, int dim) {
     if (x == nullptr) return {};
     Elements<T, 8> elements;
@@ -163,16 +170,35 @@ struct QueryTile {
     a[step][half] = low;
     a[step][2 + half] = high;
   }
+  // The halves of the dims each by a power of two of their own.
+  __device__ void to_fp16(int half) {
+    uint32_t greatest = 0;
+#pragma unroll
+    for (const auto& step : a) {
+      greatest = __vmaxu2(greatest, step[half] & 0x7fff'7fffu);
+      greatest = __vmaxu2(greatest, step[2 + half] & 0x7fff'7fffu);
+    }
+#pragma unroll
+    for (int lane = 1; lane < 4; lane *= 2) {
+      greatest = __vmaxu2(greatest, __shfl_xor_sync(kFullWarp, greatest, lane));
+    }
+    const QueryScale scale(max(greatest & 0xffffu, greatest >> 16));
+#pragma unroll
+    for (auto& step : a) {
+      step[half] = scale.to_fp16(step[half]);
+      step[2 + half] = scale.to_fp16(step[2 + half]);
+    }
+    inverse[half] = scale.inverse;
+  }
 
   uint32_t a[kSteps][4];
+  float inverse[2];  // what the scores of heads g and g+8 are to be multiplied by
 };
 
 // Scores of 8 tokens against the tiles of q, over this warp's half of the dims; the NoPE elements,
 // as they come, also into the V tile.
-template <class T, int kTiles, bool kWide>
-__device__ void score_tokens(Shared<kTiles>& shared,
-                             int stage,
-                             const QueryTile<T, kWide> (&q)[kTiles]) {
+template <int kTiles>
+__device__ void score_tokens(Shared<kTiles>& shared, int stage, const QueryTile (&q)[kTiles]) {
   const int lane_g = lane_id() / 4, lane_q = lane_id() % 4;
   const int group = threadIdx.y % kTokenGroups, half = threadIdx.y / kTokenGroups;
   const int token = 8 * group + lane_g;
@@ -181,11 +207,11 @@ __device__ void score_tokens(Shared<kTiles>& shared,
 
   // A token that is not there has stale bytes for a record: with scales of zero they are zeros.
   uint32_t scales[kBlocksPerLane];
-  fold_scales<T>(shared.present[stage][token]
-                     ? *reinterpret_cast<const uint32_t*>(record + scale_offset(lane_q) +
-                                                          kBlocksPerLane * half)
-                     : 0,
-                 scales);
+  fold_scales(shared.present[stage][token]
+                  ? *reinterpret_cast<const uint32_t*>(record + scale_offset(lane_q) +
+                                                       kBlocksPerLane * half)
+                  : 0,
+              scales);
   const int first_block = 4 * half * kBlocksPerLane;
   const uint8_t* codes_of_lane =
       record + kCodesOffset + (first_block + lane_q) * kCodeBytesPerBlock;
@@ -200,12 +226,12 @@ __device__ void score_tokens(Shared<kTiles>& shared,
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       uint32_t k[4];
-      expand_pairs<T>(word == 0 ? codes.x : codes.y, scales[c], k);
+      expand_pairs<Float16>(word == 0 ? codes.x : codes.y, scales[c], k);
       values[word][8 * c] = make_uint4(k[0], k[1], k[2], k[3]);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        mma<T>(score[tile], q[tile].a[4 * c + 2 * word], k[0], k[1]);
-        mma<T>(score[tile], q[tile].a[4 * c + 2 * word + 1], k[2], k[3]);
+        mma(score[tile], q[tile].a[4 * c + 2 * word], k[0], k[1]);
+        mma(score[tile], q[tile].a[4 * c + 2 * word + 1], k[2], k[3]);
       }
     }
   }
@@ -214,10 +240,10 @@ __device__ void score_tokens(Shared<kTiles>& shared,
 #pragma unroll
   for (int word = 0; word < 2; ++word) {
     uint32_t k[2];
-    expand_rope_pairs<T>(word == 0 ? rope.x : rope.y, k);
+    expand_rope_pairs(word == 0 ? rope.x : rope.y, k);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      mma<T>(score[tile], q[tile].a[4 * kBlocksPerLane + word], k[0], k[1]);
+      mma(score[tile], q[tile].a[4 * kBlocksPerLane + word], k[0], k[1]);
     }
   }
 #pragma unroll
@@ -225,14 +251,20 @@ __device__ void score_tokens(Shared<kTiles>& shared,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float* to = &shared.scores[half][16 * tile + lane_g + 8 * i][8 * group + 2 * lane_q];
-      *reinterpret_cast<float2*>(to) = make_float2(score[tile][2 * i], score[tile][2 * i + 1]);
+      const float inverse = q[tile].inverse[i];
+      *reinterpret_cast<float2*>(to) =
+          make_float2(score[tile][2 * i] * inverse, score[tile][2 * i + 1] * inverse);
     }
   }
 }
 
 // The running softmax of this warp's heads: half a warp a head, a lane two tokens of each tile.
-template <class T, int kTiles>
+template <int kTiles>
 struct Softmax {
+  // P is relative to so much below the maximum: at most 2^15 in fp16, it keeps weights down to
+  // 2^-39 of the greatest.
+  static constexpr float kHeadroom = 15.0f;
+
   static constexpr int kLanes = kTokens / 2;  // a head's
   static constexpr int kHeadsAtOnce = kWarpSize / kLanes;
   static constexpr int kRounds = 16 * kTiles / (kWarps * kHeadsAtOnce);
@@ -263,23 +295,23 @@ struct Softmax {
       const float2 b = *reinterpret_cast<const float2*>(&shared.scores[1][h][token]);
       const float x = present.x ? (a.x + b.x) * scale : -INFINITY;
       const float y = present.y ? (a.y + b.y) * scale : -INFINITY;
-      const float before = max[i];
-      max[i] = fmaxf(before, max_over_head(fmaxf(x, y)));
-      const float base = max[i] == -INFINITY ? 0.0f : max[i];  // no token yet: no Inf - Inf
-      const float p = exp2_approx(x - base), r = exp2_approx(y - base);
-      const float rescale = exp2_approx(before - base);
+      const float before = base[i], top = max_over_head(fmaxf(x, y)), below = top - kHeadroom;
+      base[i] = fmaxf(before, top - below > kHeadroom ? top : below);  // where floats are far apart
+      const float from = base[i] == -INFINITY ? 0.0f : base[i];        // no token yet: no Inf - Inf
+      const float p = exp2_approx(x - from), r = exp2_approx(y - from);
+      const float rescale = exp2_approx(before - from);
       sum[i] = sum[i] * rescale + p + r;
-      *reinterpret_cast<uint32_t*>(&shared.probs[h][token]) = pack(p, r, T{});
+      *reinterpret_cast<uint32_t*>(&shared.probs[h][token]) = pack(p, r, Float16{});
       if (token == 0) shared.rescale[h] = rescale;
     }
   }
 
-  float max[kRounds];
+  float base[kRounds];
   float sum[kRounds];  // of this lane's tokens
 };
 
 // out[heads, this warp's 64 dims] = rescale * out + P · V
-template <class T, int kTiles>
+template <int kTiles>
 __device__ void add_values(Shared<kTiles>& shared, float (&out)[kTiles][kOutChunks][4]) {
   const int lane = lane_id(), g = lane / 4;
 #pragma unroll
@@ -311,28 +343,28 @@ __device__ void add_values(Shared<kTiles>& shared, float (&out)[kTiles][kOutChun
       load_matrices_transposed(shared_address(&shared.values[token][chunk ^ (token % 8)]), v);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        mma<T>(out[tile][c], p[tile], v[0], v[1]);
-        mma<T>(out[tile][c + 1], p[tile], v[2], v[3]);
+        mma(out[tile][c], p[tile], v[0], v[1]);
+        mma(out[tile][c + 1], p[tile], v[2], v[3]);
       }
     }
   }
 }
 
 // Hands over this warp's heads' factor of the output (through shared.rescale) and writes their lse.
-template <class T, int kTiles>
+template <int kTiles>
 __device__ void finish_softmax(const DecodeKernelParams& p,
                                Shared<kTiles>& shared,
-                               const Softmax<T, kTiles>& softmax,
+                               const Softmax<kTiles>& softmax,
                                uint32_t row,
                                int split,
                                int first_head) {
-  using Running = Softmax<T, kTiles>;
+  using Running = Softmax<kTiles>;
 #pragma unroll
   for (int i = 0; i < Running::kRounds; ++i) {
     const float sum = Running::sum_over_head(softmax.sum[i]);
     const int head = first_head + Running::head(i);
     if (lane_id() % Running::kLanes != 0) continue;
-    shared.rescale[Running::head(i)] = finish_head(p, row, split, head, sum, softmax.max[i]);
+    shared.rescale[Running::head(i)] = finish_head(p, row, split, head, sum, softmax.base[i]);
   }
 }
 
@@ -389,18 +421,18 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.issue(shared, stage);
 
-  QueryTile<T, kWide> q[kTiles];
+  QueryTile q[kTiles];
   const T* q_row =
       static_cast<const T*>(p.q) + place.b * p.q_batch_stride + place.t * p.q_token_stride;
-  Softmax<T, kTiles> softmax;
+  Softmax<kTiles> softmax;
   float out[kTiles][kOutChunks][4] = {};
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    q[tile].load(p, q_row, first_head + 16 * tile, threadIdx.y / kTokenGroups);
+    q[tile].template load<T, kWide>(p, q_row, first_head + 16 * tile, threadIdx.y / kTokenGroups);
   }
 #pragma unroll
-  for (int i = 0; i < Softmax<T, kTiles>::kRounds; ++i) {
-    softmax.max[i] = -INFINITY;
+  for (int i = 0; i < Softmax<kTiles>::kRounds; ++i) {
+    softmax.base[i] = -INFINITY;
     softmax.sum[i] = 0.0f;
   }
 
@@ -415,7 +447,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
     __syncthreads();
     softmax.update(shared, stage, scale);
     __syncthreads();
-    add_values<T>(shared, out);
+    add_values(shared, out);
     if (++stage == kStages) {
       stage = 0;
       parity ^= 1;

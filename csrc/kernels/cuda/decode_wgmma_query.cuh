@@ -27,9 +27,7 @@ struct HeadOfQuery {
     }
   }
 
-  // To fp16, times the power of two that takes the greatest element to 2^14 .. 2^15; its inverse is
-  // returned. Elements below 2^-28 of the greatest lose bits by it, below 2^-39 all. With an
-  // infinity or a NaN among them nothing is scaled, and what is past fp16's range is infinite too.
+  // To fp16, times a power of two, whose inverse is returned.
   __device__ float to_fp16() {
     if constexpr (std::is_same_v<T, Float16>) {
       return 1.0f;
@@ -40,19 +38,13 @@ struct HeadOfQuery {
 #pragma unroll
         for (uint32_t word : part.words) greatest = __vmaxu2(greatest, word & 0x7fff'7fffu);
       }
-      greatest = __reduce_max_sync(kFullWarp, max(greatest & 0xffffu, greatest >> 16));
-      const int exponent = static_cast<int>(greatest >> 7);  // biased by 127
-      // At most 126, so that the inverse is a normal number: which matters to q below 2^-112.
-      const int power = greatest == 0 || exponent == 255 ? 0 : min(14 + 127 - exponent, 126);
-      const float scale = bit_cast<float>(static_cast<uint32_t>(127 + power) << 23);
+      const QueryScale scale(__reduce_max_sync(kFullWarp, max(greatest & 0xffffu, greatest >> 16)));
 #pragma unroll
       for (auto& part : x) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          part.words[w] = pack(part[2 * w] * scale, part[2 * w + 1] * scale, Float16{});
-        }
+        for (uint32_t& word : part.words) word = scale.to_fp16(word);
       }
-      return bit_cast<float>(static_cast<uint32_t>(127 - power) << 23);
+      return scale.inverse;
     }
   }
 

@@ -18,19 +18,14 @@
 
 namespace nvfp4_dsmla::cuda {
 
-// What a 16-bit float has of its own: where a code's lowest magnitude bit goes, where e4m3's does,
-// and its arithmetic on two at a time.
+// What a 16-bit float has of its own, above all its arithmetic on two at a time.
 template <class T>
 struct Pairs;
 
 template <>
 struct Pairs<BFloat16> {
-  static constexpr int kE2m1Bit = 6;
-  static constexpr int kE4m3Bit = 4;
+  static constexpr int kE2m1Bit = 6;                   // where a code's lowest bit goes
   static constexpr float kE2m1Fold = 0x1p119f;         // 2^126 * 2^-7
-  static constexpr uint32_t kE4m3Fold = 0x7800'7800u;  // 2^120 * 2^-7 = 2^113, twice
-  // e4m3 bits -> a folded scale takes 2^120 * 2^119: two steps.
-  static constexpr uint32_t kScaleFoldOne = 0x7b80'7b80u, kScaleFoldTwo = 0x7b00'7b00u;
   static constexpr uint32_t kMakeGood = 0x4300'4300u;  // 2^7, twice
   __device__ static uint32_t twice(float x) {          // x exact in bf16
     return __byte_perm(bit_cast<uint32_t>(x), 0, 0x3232);
@@ -42,12 +37,8 @@ struct Pairs<BFloat16> {
 
 template <>
 struct Pairs<Float16> {
-  static constexpr int kE2m1Bit = 9;
-  static constexpr int kE4m3Bit = 7;
   static constexpr float kE2m1Fold = 0x1p7f;           // 2^14 * 2^-7
-  static constexpr uint32_t kE4m3Fold = 0x4000'4000u;  // 2^8 * 2^-7 = 2, twice
-  static constexpr uint32_t kScaleFoldOne = 0x7800'7800u, kScaleFoldTwo = 0;  // 2^15, no second
-  static constexpr uint32_t kMakeGood = 0x5800'5800u;                         // 2^7, twice
+  static constexpr uint32_t kMakeGood = 0x5800'5800u;  // 2^7, twice
   __device__ static uint32_t twice(float x) { return bit_cast<uint32_t>(__float2half2_rn(x)); }
   __device__ static uint32_t multiply(uint32_t a, uint32_t b) {
     return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
@@ -108,42 +99,32 @@ __device__ inline void expand_pairs<Float16>(uint32_t codes,
   pairs[3] = Pairs<Float16>::multiply(odd & kBits, folded_scale);
 }
 
-// 4 e4m3 bytes -> the pairs (0, 2), (1, 3) of their bits: values times 2^-120 (2^-8 in fp16).
-template <class T>
-__device__ void place_e4m3(uint32_t bytes, uint32_t (&pairs)[2]) {
-  constexpr int kBit = Pairs<T>::kE4m3Bit;
-  constexpr uint32_t kMagnitudes = (0x7fu << kBit) | (0x7fu << (kBit + 16));
-  constexpr uint32_t kSigns = 0x8000'8000u;
-  pairs[0] = (shift<kBit>(bytes) & kMagnitudes) | (bytes << 8 & kSigns);
-  pairs[1] = (shift<kBit - 8>(bytes) & kMagnitudes) | (bytes & kSigns);
+// 4 e4m3 bytes -> the pairs (0, 2), (1, 3) of their bits in fp16: values times 2^-8.
+__device__ inline void place_e4m3(uint32_t bytes, uint32_t (&pairs)[2]) {
+  constexpr uint32_t kMagnitudes = 0x3f80'3f80u, kSigns = 0x8000'8000u;
+  pairs[0] = (bytes << 7 & kMagnitudes) | (bytes << 8 & kSigns);
+  pairs[1] = (bytes >> 1 & kMagnitudes) | (bytes & kSigns);
 }
 __device__ inline bool any_e4m3_nan(uint32_t bytes) {  // a byte 0x7f or 0xff carries into its sign
   return (((bytes & 0x7f7f'7f7fu) + 0x0101'0101u) & 0x8080'8080u) != 0;
 }
-inline constexpr uint32_t kNanPair = 0x7fff'7fffu;
-
-// 4 RoPE bytes -> 4 elements times 2^-7, as the pairs (0, 2), (1, 3); NaN among them makes all NaN.
-template <class T>
-__device__ void expand_rope_pairs(uint32_t bytes, uint32_t (&pairs)[2]) {
-  place_e4m3<T>(bytes, pairs);
+// .. and those times `factor`, twice; NaN among them makes all NaN.
+__device__ inline void multiply_e4m3(uint32_t bytes, uint32_t factor, uint32_t (&pairs)[2]) {
+  place_e4m3(bytes, pairs);
 #pragma unroll
-  for (uint32_t& pair : pairs) pair = Pairs<T>::multiply(pair, Pairs<T>::kE4m3Fold);
-  if (any_e4m3_nan(bytes)) pairs[0] = pairs[1] = kNanPair;
+  for (uint32_t& pair : pairs) pair = Pairs<Float16>::multiply(pair, factor);
+  if (any_e4m3_nan(bytes)) pairs[0] = pairs[1] = 0x7fff'7fffu;
 }
 
-// 4 scale bytes -> fold_scale of each; NaN among them makes all NaN.
-template <class T>
-__device__ void fold_scales(uint32_t bytes, uint32_t (&folded)[4]) {
+// 4 RoPE bytes -> 4 elements times 2^-7, as the pairs (0, 2), (1, 3).
+__device__ inline void expand_rope_pairs(uint32_t bytes, uint32_t (&pairs)[2]) {
+  multiply_e4m3(bytes, 0x4000'4000u, pairs);  // by 2^8 * 2^-7
+}
+
+// 4 scale bytes -> fold_scale of each.
+__device__ inline void fold_scales(uint32_t bytes, uint32_t (&folded)[4]) {
   uint32_t pairs[2];
-  place_e4m3<T>(bytes, pairs);
-#pragma unroll
-  for (uint32_t& pair : pairs) {
-    pair = Pairs<T>::multiply(pair, Pairs<T>::kScaleFoldOne);
-    if constexpr (Pairs<T>::kScaleFoldTwo != 0) {
-      pair = Pairs<T>::multiply(pair, Pairs<T>::kScaleFoldTwo);
-    }
-  }
-  if (any_e4m3_nan(bytes)) pairs[0] = pairs[1] = kNanPair;
+  multiply_e4m3(bytes, 0x7800'7800u, pairs);  // by 2^8 * 2^7
   folded[0] = __byte_perm(pairs[0], 0, 0x1010);
   folded[1] = __byte_perm(pairs[1], 0, 0x1010);
   folded[2] = __byte_perm(pairs[0], 0, 0x3232);

@@ -43,26 +43,7 @@ __device__ inline void load_matrices_transposed(uint32_t address, uint32_t (&to)
 //   a: rows g, g+8, g, g+8 at columns 2q, 2q+1 (twice), 2q+8, 2q+9 (twice)
 //   b: rows 2q, 2q+1, then 2q+8, 2q+9, of column g
 //   c: row g, columns 2q, 2q+1, then row g+8
-template <class T>
-__device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-
-template <>
-__device__ inline void mma<BFloat16>(float (&c)[4],
-                                     const uint32_t (&a)[4],
-                                     uint32_t b0,
-                                     uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ inline void mma<Float16>(float (&c)[4],
-                                    const uint32_t (&a)[4],
-                                    uint32_t b0,
-                                    uint32_t b1) {
+__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
