@@ -87,6 +87,7 @@ __device__ inline void expand_pairs<Float16>(uint32_t codes,
                                              uint32_t folded_scale,
                                              uint32_t (&pairs)[4]) {
   constexpr uint32_t kSigns = 0x8080'8080u, kBits = 0x8e00'8e00u;
+  // As it is: the compiler would mask each part on its own, one operation more a pair.
   const auto merge = [](uint32_t signs, uint32_t magnitudes) {
     uint32_t merged;
     asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(signs), "r"(magnitudes), "r"(kSigns));
