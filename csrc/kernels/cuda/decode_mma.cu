@@ -132,8 +132,8 @@ class Loader {
 };
 
 // Half of the dims of q, of heads g and g+8, in the order in which expand_pairs gives K.
+template <class T, bool kWide>
 struct QueryTile {
-  template <class T, bool kWide>
   __device__ void load(const DecodeKernelParams& p, const T* row, int first_head, int dim_group) {
     const int g = lane_id() / 4, q = lane_id() % 4;
 #pragma unroll
@@ -145,13 +145,13 @@ struct QueryTile {
         const int block = 4 * (dim_group * kBlocksPerLane + c) + q;
 #pragma unroll
         for (int word = 0; word < 2; ++word) {
-          const uint4 w = eight<T, kWide>(x, block * kBlockDim + 8 * word);  // 01 23 45 67
+          const uint4 w = eight(x, block * kBlockDim + 8 * word);  // 01 23 45 67
           const int step = 4 * c + 2 * word;
           set(step, half, __byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632));
           set(step + 1, half, __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632));
         }
       }
-      const uint4 w = eight<T, kWide>(x, kNopeDim + 16 * q + kRopePerLane * dim_group);
+      const uint4 w = eight(x, kNopeDim + 16 * q + kRopePerLane * dim_group);
       const int step = 4 * kBlocksPerLane;
       set(step, half, __byte_perm(w.x, w.y, 0x5410), __byte_perm(w.x, w.y, 0x7632));
       set(step + 1, half, __byte_perm(w.z, w.w, 0x5410), __byte_perm(w.z, w.w, 0x7632));
@@ -159,7 +159,6 @@ struct QueryTile {
       if constexpr (std::is_same_v<T, BFloat16>) to_fp16(half);
     }
   }
-  template <class T, bool kWide>
   __device__ static uint4 eight(const T* x, int dim) {
     if (x == nullptr) return {};
     Elements<T, 8> elements;
@@ -197,8 +196,8 @@ struct QueryTile {
 
 // Scores of 8 tokens against the tiles of q, over this warp's half of the dims; the NoPE elements,
 // as they come, also into the V tile.
-template <int kTiles>
-__device__ void score_tokens(Shared<kTiles>& shared, int stage, const QueryTile (&q)[kTiles]) {
+template <class Query, int kTiles>
+__device__ void score_tokens(Shared<kTiles>& shared, int stage, const Query (&q)[kTiles]) {
   const int lane_g = lane_id() / 4, lane_q = lane_id() % 4;
   const int group = threadIdx.y % kTokenGroups, half = threadIdx.y / kTokenGroups;
   const int token = 8 * group + lane_g;
@@ -421,14 +420,14 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) loader.issue(shared, stage);
 
-  QueryTile q[kTiles];
+  QueryTile<T, kWide> q[kTiles];
   const T* q_row =
       static_cast<const T*>(p.q) + place.b * p.q_batch_stride + place.t * p.q_token_stride;
   Softmax<kTiles> softmax;
   float out[kTiles][kOutChunks][4] = {};
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    q[tile].template load<T, kWide>(p, q_row, first_head + 16 * tile, threadIdx.y / kTokenGroups);
+    q[tile].load(p, q_row, first_head + 16 * tile, threadIdx.y / kTokenGroups);
   }
 #pragma unroll
   for (int i = 0; i < Softmax<kTiles>::kRounds; ++i) {
