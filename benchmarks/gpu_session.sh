@@ -51,7 +51,7 @@ run() {
 
 summary() {
   local name
-  for name in build tests memcheck racecheck initcheck bench; do
+  for name in build tests mma memcheck racecheck initcheck bench; do
     [[ -f $work/$name.status ]] || continue
     printf '\n== %s\n' "$name"
     [[ $name == bench ]] && grep -E 'of the (copy|floor)$' "$out/bench.log"
@@ -91,14 +91,24 @@ build() {
 print(*nvfp4_dsmla.loaded_libraries(), torch.__version__, torch.cuda.get_device_name())'
 }
 
-tests() {
-  local parallel=() args=(-m "not slow")
+run_pytest() {
+  local parallel=()
   "$python" -c 'import xdist' 2>/dev/null && parallel=(-n $(($(nproc) > 4 ? $(nproc) - 2 : 2)))
-  [[ -n ${NVFP4_DSMLA_PYTEST_ARGS:-} ]] && eval "args=($NVFP4_DSMLA_PYTEST_ARGS)"
   # Two threads a worker: PyTorch would start one a core in each, for the references.
   NVFP4_DSMLA_REQUIRE_CUDA=1 TORCHINDUCTOR_COMPILE_THREADS=2 OMP_NUM_THREADS=2 "$python" -m pytest \
     -v --tb=short -p no:cacheprovider -p no:benchmark -o minversion=8.0 --durations=10 \
-    "${parallel[@]}" "${args[@]}" tests
+    "${parallel[@]}" "$@"
+}
+
+tests() {
+  local args=(-m "not slow")
+  [[ -n ${NVFP4_DSMLA_PYTEST_ARGS:-} ]] && eval "args=($NVFP4_DSMLA_PYTEST_ARGS)"
+  run_pytest "${args[@]}" tests
+}
+
+# Decode by mma.sync, which on Hopper serves no call by itself.
+mma() {
+  NVFP4_DSMLA_DECODE=mma run_pytest -m "cuda and not slow" tests/test_decode.py
 }
 
 sanitize() {
@@ -128,7 +138,10 @@ wanted() { [[ $stages == *" $1 "* ]]; }
 rm -f "$work"/*.status
 
 run build 240 "$self" build || summary
-if wanted tests; then run tests 300 "$self" tests & fi
+if wanted tests; then
+  run mma 90 "$self" mma # 13 s on an H200
+  run tests 300 "$self" tests &
+fi
 if wanted sanitize; then
   for tool in memcheck racecheck initcheck; do
     run "$tool" 240 "$self" sanitize "$tool" &
