@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one go and in less than nine minutes: what is missing is built, then the
-# tests and compute-sanitizer run side by side, then the benchmarks alone.
+# All that needs a GPU, in one go and in less than nine minutes: what is missing is built, decode is
+# tested by mma.sync, then all tests and compute-sanitizer run side by side, then the benchmarks
+# alone.
 #
 #   benchmarks/gpu_session.sh [tests] [sanitize] [bench]        all three by default
 #

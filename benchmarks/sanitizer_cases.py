@@ -1,4 +1,4 @@
-"""Every GPU op once on small odd shapes, for compute-sanitizer to watch.
+"""The nvfp4 ops and the merge on small odd shapes, for compute-sanitizer to watch.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=tests:. \
         compute-sanitizer --error-exitcode 1 python -m benchmarks.sanitizer_cases
@@ -136,9 +136,9 @@ def gather(
 
 
 def decode(generator: torch.Generator, device: torch.device) -> int:
-    """Every decode kernel, each of its tiles of heads, with splits and without."""
+    """Every decode kernel and each of its tiles of heads; wgmma's with splits and without."""
     small = [(1, 3, 70), (3, 16, 130), (2, 20, 300), (50, 40, 130), (70, 64, 130)]
-    # On an H200 ten tiles of 64 heads, then 16, 32 and 64 with a row's tokens shared out.
+    # On an H200 ten tiles of tokens by 64 heads, then 16, 32 and 64 with a row's tokens shared out.
     large = [(70, 64, 600), (4, 17, 2048), (8, 64, 2048), (36, 50, 2048)]
     count = 0
     for kernel, shapes in (("mma", small), ("wgmma", small + large)):

@@ -75,7 +75,7 @@ def assert_attention(got: tuple[Tensor, Tensor], want: Attention, device: torch.
 
     On the CPU the weights are fp32: a score is a sum of 576 products and so off by a few 2^-24 of
     the sum of their magnitudes, which here is below 100; that is what a weight is off by,
-    relatively. CUDA rounds the weights to 16 bits, at the least to bfloat16's 2^-9.
+    relatively. CUDA rounds the weights to float16, by 2^-11; eight times that is let pass.
     """
     out, lse = (part.cpu() for part in got)
     on_cpu = device.type == "cpu"
@@ -231,7 +231,7 @@ def test_scales(device: torch.device, scale: float, generator: torch.Generator) 
 def test_magnitudes_of_queries(
     device: torch.device, power: int, heads: int, rows: int, generator: torch.Generator
 ) -> None:
-    """Beyond fp16's range, in which CUDA multiplies some: one head's do not matter to another's."""
+    """Beyond fp16's range, in which CUDA multiplies: one head's do not matter to another's."""
     arguments = decode_arguments(
         generator, device, batch=rows, heads=64, topk=130, scale=SCALE * 2.0**-power
     )

@@ -31,9 +31,9 @@ inline constexpr int kMaxSplits = 64;
 inline constexpr int kMmaTokens = 32;  // tokens of a tile
 inline constexpr int kWgmmaTokens = 64;
 
-// What a thread block takes on an H200, in tenths of a microsecond: fits to its times over 1 to 128
-// rows (docs/decode.md); mma's cost of combining is taken from wgmma's. Elsewhere the ratios
-// matter, and those are alike.
+// What a thread block takes on an H200, in tenths of a microsecond: wgmma's are fits to its times
+// over 1 to 128 rows; mma's to those of before it multiplied fp16, with wgmma's cost of combining.
+// Elsewhere the ratios matter, and those are alike.
 struct DecodePace {
   int head_tile;
   int tokens;        // of a tile
@@ -61,7 +61,7 @@ inline DecodeWork decode_work(
           (topk + pace.tokens - 1) / pace.tokens, int64_t{num_sms} * pace.blocks};
 }
 
-// How often a block of so many has a next tile, or two, to do.
+// How often one of so many blocks of a row takes a tile, or two at a time.
 inline int64_t times_of_split(const DecodePace& pace, const DecodeWork& work, int64_t splits) {
   return ((work.tiles + splits - 1) / splits + pace.tiles - 1) / pace.tiles;
 }
@@ -73,8 +73,8 @@ inline int64_t split_cost(const DecodePace& pace, const DecodeWork& work, int64_
          (splits > 1 ? pace.combine : 0);
 }
 
-// Blocks never outnumber the places for them by more than four, which also bounds the partial
-// results: 69 MB on an H200.
+// Splitting makes at most four blocks a place for one, which also bounds the partial results: 69 MB
+// on an H200.
 inline int64_t most_splits(const DecodeWork& work) {
   constexpr int64_t kBlocksPerSlot = 4;
   const int64_t room = kBlocksPerSlot * work.slots / std::max<int64_t>(work.blocks, 1);

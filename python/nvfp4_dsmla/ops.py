@@ -253,9 +253,9 @@ def sparse_mla_decode(
 
     The key of a token is its 576 dims, its value the first 512. A row's heads share its tokens.
     Records are read as the exact numbers they stand for; scores, softmax and sums are in fp32. On
-    CUDA the two products take factors of 16 bits: of q's dtype, and on sm_90a float16, into whose
-    range a bfloat16 q is brought by a power of two a head. Weights below 2^-31 of the greatest are
-    then nothing.
+    CUDA the factors of the two products are float16, into whose range a bfloat16 q is brought by
+    powers of two. Weights below 2^-31 of the greatest (on sm_90a; elsewhere 2^-39) are then
+    nothing.
 
     Args:
         q: bfloat16 or float16 [b, s_q, h_q, 576], 512 NoPE dims, then 64 RoPE dims: the queries

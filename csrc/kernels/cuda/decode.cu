@@ -29,7 +29,8 @@ DecodeDevice current_device() {
   return {(facts & kHasMma) != 0, (facts & kHasWgmma) != 0, facts & 0xffff};
 }
 
-// For benchmarks: NVFP4_DSMLA_DECODE=mma or wgmma takes that kernel where the device has it.
+// For benchmarks: NVFP4_DSMLA_DECODE=mma takes that kernel where wgmma's would serve; wgmma is what
+// is taken anyway where the device has it.
 DecodeKernel wanted_kernel() {
   const char* name = std::getenv("NVFP4_DSMLA_DECODE");
   if (name == nullptr) return DecodeKernel::kNone;

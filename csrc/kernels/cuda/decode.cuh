@@ -44,7 +44,7 @@ struct DecodeKernelParams : DecodeParams {
            q_token_stride * element_bytes % 16 == 0 && q_head_stride * element_bytes % 16 == 0;
   }
 
-  // Where the partial result of a split is, in heads.
+  // The place of a split's partial result among those of all heads, rows and splits.
   __device__ int64_t partial_at(int split, uint32_t row, int head) const {
     return (static_cast<int64_t>(split) * rows + row) * heads + head;
   }
@@ -132,7 +132,7 @@ __device__ inline uint32_t pack(float low, float high, Float16) {
 }
 
 // What brings a head's elements of q, or some of them, into fp16's range: the power of two that
-// takes the greatest magnitude, given in the bits of bf16, to 2^14 .. 2^15. Elements below 2^-28 of
+// takes the greatest magnitude, given in the bits of bf16, to 2^14 .. 2^15. Elements below 2^-31 of
 // it lose bits by it, below 2^-39 all. With an infinity or a NaN among them nothing is scaled, and
 // what is past fp16's range is infinite too.
 struct QueryScale {

@@ -1,6 +1,6 @@
 // The partial results of a row's splits -> its result: each weighed by its share of the sum of
-// exponentials. A block a head, a thread 4 dims, which it asks for before it knows what they
-// weigh: such a kernel's time is round trips to memory.
+// exponentials. A block a head, a thread 4 dims, 16 parts at a time, which it asks for before it
+// knows what they weigh: such a kernel's time is round trips to memory.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"

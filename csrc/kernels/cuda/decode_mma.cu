@@ -35,10 +35,10 @@ constexpr int kStages = 3;
 constexpr int kTokenGroups = kTokens / 8;          // warps side by side over tokens
 constexpr int kDimGroups = kWarps / kTokenGroups;  // .. and over the dims of q · K
 constexpr int kBlocksPerLane = kNumScales / 4 / kDimGroups;
-constexpr int kRopePerLane = kRopeDim / 4 / kDimGroups;
-constexpr int kSteps = kBlocksPerLane * kBlockDim / 4 + kRopePerLane / 4;  // of k = 16
+constexpr int kRopeOfLane = kRopeDim / 4 / kDimGroups;
+constexpr int kSteps = kBlocksPerLane * kBlockDim / 4 + kRopeOfLane / 4;  // of k = 16
 constexpr int kOutChunks = kNopeDim / 8 / kWarps;  // groups of 8 dims of the output, a warp
-static_assert(kDimGroups == 2 && kBlocksPerLane == 4 && kRopePerLane == 8 && kSteps == 18);
+static_assert(kDimGroups == 2 && kBlocksPerLane == 4 && kRopeOfLane == 8 && kSteps == 18);
 
 constexpr int kScorePitch = kTokens + 8;  // floats; rows 8 banks apart
 constexpr int kProbPitch = kTokens + 8;   // 16-bit; rows 20 banks apart
@@ -151,7 +151,7 @@ struct QueryTile {
           set(step + 1, half, __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632));
         }
       }
-      const uint4 w = eight(x, kNopeDim + 16 * q + kRopePerLane * dim_group);
+      const uint4 w = eight(x, kNopeDim + 16 * q + kRopeOfLane * dim_group);
       const int step = 4 * kBlocksPerLane;
       set(step, half, __byte_perm(w.x, w.y, 0x5410), __byte_perm(w.x, w.y, 0x7632));
       set(step + 1, half, __byte_perm(w.z, w.w, 0x5410), __byte_perm(w.z, w.w, 0x7632));
@@ -235,7 +235,7 @@ __device__ void score_tokens(Shared<kTiles>& shared, int stage, const Query (&q)
     }
   }
   const uint2 rope = *reinterpret_cast<const uint2*>(record + kRopeOffset +
-                                                     lane_q * (kRopeDim / 4) + kRopePerLane * half);
+                                                     lane_q * (kRopeDim / 4) + kRopeOfLane * half);
 #pragma unroll
   for (int word = 0; word < 2; ++word) {
     uint32_t k[2];

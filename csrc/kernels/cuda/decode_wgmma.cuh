@@ -20,10 +20,10 @@ inline constexpr int kRowBytes = kChunkDims * 2;
 inline constexpr int kChunkBytes = kTileTokens * kRowBytes;
 inline constexpr int kWarpTokens = kTileTokens / kGroupWarps;
 
-// What P and its sums are relative to, the running maximum, is raised if a score exceeds it by
-// 2^15, and then to 2^7 below the greatest: sums lose nothing by it, the outputs are rescaled a few
-// times a row, not once a tile, and P, at most 2^15 in fp16, keeps weights down to 2^-31 of the
-// greatest.
+// What P and its sums are relative to, the running maximum, is raised if a score, in base 2,
+// exceeds it by 15, and then to 7 below the greatest: sums lose nothing by it, the outputs are
+// rescaled a few times a row, not once a tile, and P, at most 2^15 in fp16, keeps weights down to
+// 2^-31 of the greatest.
 inline constexpr float kSlack = 15.0f;
 inline constexpr float kHeadroom = 7.0f;
 __device__ inline bool exceeds(float score, float max) { return score - max > kSlack; }

@@ -7,7 +7,7 @@
 #include "format/record.h"
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
-#include "kernels/cuda/decode_wgmma_records.cuh"
+#include "kernels/cuda/decode_wgmma_few_records.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
 namespace nvfp4_dsmla::cuda::hopper::few {

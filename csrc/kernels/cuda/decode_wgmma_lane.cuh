@@ -40,7 +40,8 @@ __device__ inline void expand_rope_in_order(uint32_t first, uint32_t second, uin
 // chunk's row, lane q's at word q. So dim 128i + 32q + 16h + 8w + j + 4e is at position
 // 64(2i + h) + 8(4w + j) + 2q + e.
 struct LanesRecord {
-  // The first 16 blocks and the scales; the others and RoPE. load: of 16 bytes.
+  // Part 0: the first 16 blocks and the scales; part 1: the others and RoPE. load(from) -> 16
+  // bytes.
   template <class Load>
   __device__ void load(const uint8_t* record, int part, Load load) {
     const int q = lane_id() % 4;

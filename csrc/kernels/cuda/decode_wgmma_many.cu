@@ -19,8 +19,8 @@
 
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/decode_wgmma.cuh"
-#include "kernels/cuda/decode_wgmma_expander.cuh"
 #include "kernels/cuda/decode_wgmma_many.cuh"
+#include "kernels/cuda/decode_wgmma_many_expander.cuh"
 #include "kernels/cuda/decode_wgmma_query.cuh"
 #include "kernels/cuda/hopper.cuh"
 #include "kernels/cuda/wgmma.cuh"
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
             finish_head(p, work.row, work.split, work.first_head + local, sum, softmax.max(r));
       }
     }
-    __threadfence_block();  // compute-sanitizer's racecheck takes no barrier of a part for one
+    __threadfence_block();  // as before the other hand-overs
     barrier_sync(kFinishedBarrier, kScorerAndSummers);
   } else {
     more_registers<kSummerRegisters>();
