@@ -39,6 +39,16 @@ DecodeKernel wanted_kernel() {
   return DecodeKernel::kNone;
 }
 
+// Whether a kernel whose launch is prepared ahead can be captured in a graph.
+bool can_launch_ahead() {
+  constexpr int kFirstDriver = 12'030;  // CUDA 12.3's
+  static const bool can = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess && version >= kFirstDriver;
+  }();
+  return can;
+}
+
 }  // namespace
 
 DecodePlan decode_plan(const DecodeParams& p) {
@@ -57,7 +67,7 @@ int decode(const DecodeParams& p, const DecodePlan& plan, void* workspace, CUstr
   const bool wgmma = plan.kernel == DecodeKernel::kWgmma;
   const int error = (wgmma ? decode_wgmma : decode_mma)(params, plan, stream);
   if (error != cudaSuccess || plan.num_splits == 1) return error;
-  return combine_splits(params, wgmma, stream);
+  return combine_splits(params, wgmma && can_launch_ahead(), stream);
 }
 
 }  // namespace nvfp4_dsmla::cuda
