@@ -44,7 +44,7 @@ def run(device: torch.device, *, quick: bool) -> Iterator[DecodeComparison]:
     """Measures every case; each comparison is there when it is measured.
 
     On a GPU by the device's clock. On a CPU by the host's, a few small ones.
-    NVFP4_DSMLA_DECODE=mma or wgmma in the environment takes that kernel for all.
+    NVFP4_DSMLA_DECODE=mma in the environment takes that kernel for all.
     """
     if device.type == "cpu":
         for case in CPU_CASES:

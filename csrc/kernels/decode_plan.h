@@ -101,13 +101,10 @@ inline DecodeCost cheapest_splits(const DecodePace& pace, const DecodeWork& work
   return best;
 }
 
-inline DecodePlan plan_decode(const DecodeDevice& device,
-                              int64_t rows,
-                              int64_t heads,
-                              int64_t topk,
-                              DecodeKernel wanted = DecodeKernel::kNone) {
+inline DecodePlan plan_decode(
+    const DecodeDevice& device, int64_t rows, int64_t heads, int64_t topk, bool mma_only = false) {
   if (!device.has_mma) return {};
-  const bool wgmma = device.has_wgmma && wanted != DecodeKernel::kMma;
+  const bool wgmma = device.has_wgmma && !mma_only;
   DecodePlan plan;
   plan.kernel = wgmma ? DecodeKernel::kWgmma : DecodeKernel::kMma;
   int64_t least = INT64_MAX;

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "kernels/cuda/decode.cuh"
+#include "kernels/cuda/decode_wgmma.cuh"
 #include "kernels/launch.h"
 
 namespace nvfp4_dsmla::cuda {
@@ -29,14 +30,10 @@ DecodeDevice current_device() {
   return {(facts & kHasMma) != 0, (facts & kHasWgmma) != 0, facts & 0xffff};
 }
 
-// For benchmarks: NVFP4_DSMLA_DECODE=mma takes that kernel where wgmma's would serve; wgmma is what
-// is taken anyway where the device has it.
-DecodeKernel wanted_kernel() {
+// For benchmarks and tests: NVFP4_DSMLA_DECODE=mma takes that kernel where wgmma's would serve.
+bool mma_is_asked_for() {
   const char* name = std::getenv("NVFP4_DSMLA_DECODE");
-  if (name == nullptr) return DecodeKernel::kNone;
-  if (std::string_view(name) == "mma") return DecodeKernel::kMma;
-  if (std::string_view(name) == "wgmma") return DecodeKernel::kWgmma;
-  return DecodeKernel::kNone;
+  return name != nullptr && std::string_view(name) == "mma";
 }
 
 // Whether a kernel whose launch is prepared ahead can be captured in a graph.
@@ -49,12 +46,17 @@ bool can_launch_ahead() {
   return can;
 }
 
+int decode_wgmma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream) {
+  return plan.head_tile == 64 ? hopper::decode_many_heads(p, stream)
+                              : hopper::decode_few_heads(p, plan.head_tile, stream);
+}
+
 }  // namespace
 
 DecodePlan decode_plan(const DecodeParams& p) {
   // wgmma's kernels load records in whole 16 bytes; mma's has a path for any alignment.
-  const DecodeKernel wanted = records_aligned(p.cache, 16) ? wanted_kernel() : DecodeKernel::kMma;
-  return plan_decode(current_device(), p.batch * p.s_q, p.heads, p.topk, wanted);
+  const bool mma_only = !records_aligned(p.cache, 16) || mma_is_asked_for();
+  return plan_decode(current_device(), p.batch * p.s_q, p.heads, p.topk, mma_only);
 }
 
 int64_t decode_workspace_bytes(const DecodeParams& p, const DecodePlan& plan) {

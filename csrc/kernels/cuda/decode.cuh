@@ -66,6 +66,11 @@ struct DecodeKernelParams : DecodeParams {
     return indices + r.b * indices_batch_stride + r.t * indices_token_stride;
   }
 
+  // The slot at a column of such indices, -1 past their end.
+  __device__ int32_t slot_at(const int32_t* row, int column, int end) const {
+    return column < end ? __ldg(row + column * indices_column_stride) : -1;
+  }
+
   // A split's share of a row's indices: whole tiles, as even as can be.
   struct Share {
     int begin, end;
@@ -91,6 +96,16 @@ __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// What P and its sums are relative to, in base 2, is a running maximum that no score exceeds by
+// more than the slack: P is at most 2^15, in fp16.
+inline constexpr float kSlack = 15.0f;
+__device__ inline bool exceeds(float score, float max) { return score - max > kSlack; }
+// Raised to `headroom` below the greatest score.
+__device__ inline float raised_max(float max, float top, float headroom) {
+  const float below = top - headroom;  // beyond 2^27 floats are farther apart
+  return fmaxf(max, exceeds(top, below) ? top : below);
 }
 
 // exp(lse) / (exp(lse) + exp(sink)), lse in base 2. 1 without sinks.
@@ -185,7 +200,6 @@ bool has_code(Kernel* kernel) {
 
 bool has_decode_mma();
 bool has_decode_wgmma();
-int decode_wgmma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream);
 int decode_mma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream);
 // ahead: prepared while the kernel before it still runs, which sm_90 can.
 int combine_splits(const DecodeKernelParams& p, bool ahead, cudaStream_t stream);

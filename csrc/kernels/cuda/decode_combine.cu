@@ -11,14 +11,12 @@ namespace {
 constexpr int kThreads = kNopeDim / 4;
 constexpr int kLanesSplits = kMaxSplits / kWarpSize;
 
-__device__ inline float warp_max(float x) {
+template <class Combine>
+__device__ float of_warp(float x, Combine combine) {
 #pragma unroll
-  for (int step = 1; step < kWarpSize; step *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
-  return x;
-}
-__device__ inline float warp_sum(float x) {
-#pragma unroll
-  for (int step = 1; step < kWarpSize; step *= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    x = combine(x, __shfl_xor_sync(kFullWarp, x, step));
+  }
   return x;
 }
 
@@ -26,10 +24,10 @@ __device__ inline float warp_sum(float x) {
 // finds it out for itself.
 struct Weights {
   __device__ explicit Weights(const float (&lse)[kLanesSplits]) {
-    const float top = warp_max(fmaxf(lse[0], lse[1]));
+    const float top = of_warp(fmaxf(lse[0], lse[1]), [](float a, float b) { return fmaxf(a, b); });
     const float base = top == -INFINITY ? 0.0f : top;
     for (int i = 0; i < kLanesSplits; ++i) of_lane[i] = exp2f(lse[i] - base);
-    sum = warp_sum(of_lane[0] + of_lane[1]);
+    sum = of_warp(of_lane[0] + of_lane[1], [](float a, float b) { return a + b; });
     lse2 = sum == 0.0f ? -INFINITY : base + log2f(sum);
   }
   __device__ float operator[](int split) const {

@@ -294,9 +294,9 @@ struct Softmax {
       const float2 b = *reinterpret_cast<const float2*>(&shared.scores[1][h][token]);
       const float x = present.x ? (a.x + b.x) * scale : -INFINITY;
       const float y = present.y ? (a.y + b.y) * scale : -INFINITY;
-      const float before = base[i], top = max_over_head(fmaxf(x, y)), below = top - kHeadroom;
-      base[i] = fmaxf(before, top - below > kHeadroom ? top : below);  // where floats are far apart
-      const float from = base[i] == -INFINITY ? 0.0f : base[i];        // no token yet: no Inf - Inf
+      const float before = base[i];
+      base[i] = raised_max(before, max_over_head(fmaxf(x, y)), kHeadroom);
+      const float from = base[i] == -INFINITY ? 0.0f : base[i];  // no token yet: no Inf - Inf
       const float p = exp2_approx(x - from), r = exp2_approx(y - from);
       const float rescale = exp2_approx(before - from);
       sum[i] = sum[i] * rescale + p + r;

@@ -20,17 +20,10 @@ inline constexpr int kRowBytes = kChunkDims * 2;
 inline constexpr int kChunkBytes = kTileTokens * kRowBytes;
 inline constexpr int kWarpTokens = kTileTokens / kGroupWarps;
 
-// What P and its sums are relative to, the running maximum, is raised if a score, in base 2,
-// exceeds it by 15, and then to 7 below the greatest: sums lose nothing by it, the outputs are
-// rescaled a few times a row, not once a tile, and P, at most 2^15 in fp16, keeps weights down to
-// 2^-31 of the greatest.
-inline constexpr float kSlack = 15.0f;
+// The running maximum is raised if a score exceeds it, and then to 7 below the greatest: sums lose
+// nothing by it, the outputs are rescaled a few times a row, not once a tile, and P keeps weights
+// down to 2^-31 of the greatest.
 inline constexpr float kHeadroom = 7.0f;
-__device__ inline bool exceeds(float score, float max) { return score - max > kSlack; }
-__device__ inline float raised_max(float max, float top) {
-  const float below = top - kHeadroom;  // beyond 2^27 floats are farther apart
-  return fmaxf(max, exceeds(top, below) ? top : below);
-}
 // The maximum of no tokens: finite, so that no difference of two is NaN.
 inline constexpr float kNoMaximum = -FLT_MAX;
 

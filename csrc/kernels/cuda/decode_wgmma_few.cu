@@ -341,9 +341,4 @@ int decode_few_heads(const DecodeKernelParams& p, int head_tile, cudaStream_t st
 
 bool has_decode_wgmma() { return has_code(hopper::few::decode_kernel<BFloat16, 16, true>); }
 
-int decode_wgmma(const DecodeKernelParams& p, const DecodePlan& plan, cudaStream_t stream) {
-  return plan.head_tile == 64 ? hopper::decode_many_heads(p, stream)
-                              : hopper::decode_few_heads(p, plan.head_tile, stream);
-}
-
 }  // namespace nvfp4_dsmla::cuda

@@ -165,7 +165,7 @@ struct Softmax {
       float top = warp_max[0][head(c)];
 #pragma unroll
       for (int w = 1; w < kGroupWarps; ++w) top = fmaxf(top, warp_max[w][head(c)]);
-      top = raised_max(max[c], top);
+      top = raised_max(max[c], top, kHeadroom);
       if (leads) {
         shared.rescale[buffer][head(c)] = exp2_approx(max[c] - top);
         shared.running_max[head(c)] = top;

@@ -82,9 +82,7 @@ class StagedRecords {
 
  private:
   __device__ void read_slot() {  // of token `lane`, lanes 0 .. 15
-    slot_ = lane_id() < kWarpTokens && column_ < end_
-                ? __ldg(indices_ + column_ * p_.indices_column_stride)
-                : -1;
+    slot_ = lane_id() < kWarpTokens ? p_.slot_at(indices_, column_, end_) : -1;
     column_ += step_;
   }
 

@@ -82,7 +82,7 @@ class Locator {
 
   // Of the next tile.
   __device__ int32_t read() {
-    const int32_t slot = column_ < end_ ? __ldg(indices_ + column_ * p_.indices_column_stride) : -1;
+    const int32_t slot = p_.slot_at(indices_, column_, end_);
     column_ += kTileTokens;
     return slot;
   }
@@ -173,7 +173,7 @@ class Softmax {
     for (int r = 0; r < 2; ++r) {
       float rescale = 1.0f;
       if (over) {
-        const float raised = raised_max(max_[r], top[r]);
+        const float raised = raised_max(max_[r], top[r], kHeadroom);
         rescale = exp2_approx(max_[r] - raised);
         max_[r] = raised;
         sum_[r] *= rescale;
