@@ -210,20 +210,22 @@ __device__ void stage_out(Shared<kHeads>& shared, const float (&out)[kValueChunk
   }
 }
 
-// By one warp: the copy engine takes a partial result as it is.
+// By all warps of the block, both.
 template <int kHeads>
 __device__ void write_partial(const DecodeKernelParams& p,
                               const Shared<kHeads>& shared,
                               const BlockWork& work) {
   const auto* staged = reinterpret_cast<const float*>(&shared.values);
-  float* to = p.partial_out + p.partial_at(work.split, work.row, work.first_head) * kNopeDim;
-  for (int head = lane_id(); head < work.num_heads(p, kHeads); head += kWarpSize) {
-    store_bulk(to + head * kNopeDim, staged + head * kRowFloats, kNopeDim * sizeof(float));
+  constexpr int kFours = kNopeDim / 4, kThreads = kGroups * kGroupThreads;
+  const int64_t first = p.partial_at(work.split, work.row, work.first_head);
+  auto* to = reinterpret_cast<float4*>(p.partial_out + first * kNopeDim);
+  const int end = work.num_heads(p, kHeads) * kFours;
+#pragma unroll 2
+  for (int i = threadIdx.y * kWarpSize + lane_id(); i < end; i += kThreads) {
+    to[i] = *reinterpret_cast<const float4*>(&staged[i / kFours * kRowFloats + i % kFours * 4]);
   }
-  store_bulk_wait();
 }
 
-// By all warps of the block.
 template <class T, int kHeads>
 __device__ void write_out(const DecodeKernelParams& p,
                           const Shared<kHeads>& shared,
@@ -275,7 +277,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
       barrier_init(shared.empty[b], kGroupWarps);
     }
     barrier_init(shared.finished, kExpanders * kGroupThreads);
-    barrier_init_fence();
     shared.raises = 0;
   }
   if (thread < kHeads) shared.running_max[thread] = kNoMaximum;
@@ -306,12 +307,11 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     sum_tiles(shared, work.tiles(), out);
     barrier_wait(shared.finished, 0);
     stage_out(shared, out);
-    fence_for_async();
   }
   __syncthreads();
   if (p.num_splits == 1) {
     write_out<T>(p, shared, work);
-  } else if (threadIdx.y == 0) {
+  } else {
     write_partial(p, shared, work);
   }
 #endif

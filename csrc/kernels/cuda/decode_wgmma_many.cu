@@ -53,6 +53,8 @@ __device__ inline void score_tiles(Shared& shared, int tiles, Locator& locator, 
     slot = locator.read();
     fence_for_async();
     barrier_pass(kScoredBarrier + buffer, kScorerAndSummers);
+    // For what it has located, which the expander reads.
+    if (tile + kBuffers < tiles) barrier_pass(kEmptyBarrier + buffer, kAll);
   }
 }
 
@@ -89,7 +91,7 @@ __device__ inline void sum_tiles(Shared& shared, int summer, int tiles, Out& out
     wgmma_commit();
     wgmma_wait<0>();
     if (tile + kBuffers < tiles) {  // the expander waits for it
-      barrier_pass(kEmptyBarrier + buffer, kExpanderAndSummers);
+      barrier_pass(kEmptyBarrier + buffer, kAll);
     }
   }
 }
@@ -193,6 +195,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     Expander(p, shared, work.tiles()).run();
   } else if (group == kScorer) {
     fewer_registers<kScorerRegisters>();
+    if (group_warp() == 0 && lane_id() == 0) barrier_init(shared.finished, kGroupThreads);
     load();
     Locator locator(p, shared, work, kLocated);
     barrier_sync(kQueryBarrier, kScorerAndSummers);
@@ -207,8 +210,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
             finish_head(p, work.row, work.split, work.first_head + local, sum, softmax.max(r));
       }
     }
-    __threadfence_block();  // as before the other hand-overs
-    barrier_sync(kFinishedBarrier, kScorerAndSummers);
+    barrier_arrive(shared.finished);
   } else {
     more_registers<kSummerRegisters>();
     load();
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     const int summer = group - kFirstSummer;
     Out out = {};
     sum_tiles(shared, summer, work.tiles(), out);
-    barrier_sync(kFinishedBarrier, kScorerAndSummers);
+    barrier_wait(shared.finished, 0);
     if (p.num_splits > 1) {
       write_partial(p, shared, work, summer, out);
     } else {

@@ -44,21 +44,21 @@ struct alignas(1024) Shared {
     uint8_t rescaled[kBuffers][kGroupWarps];  // whether any of the above is to be looked at
     uint32_t any_rescaled[kBuffers];
   };
-  float factor[kHeads];
+  float factor[kHeads];  // of the outputs, at the end
+  uint64_t finished;     // a barrier: they are there
 };
 
 // Hardware barriers, by number, and how many threads meet at each.
 enum Barrier : int {
   kScorerBarrier = 1,
-  kQueryBarrier,                                // q is in shared memory
-  kFullBarrier,                                 // and the buffer: a tile is expanded
-  kScoredBarrier = kFullBarrier + kBuffers,     // and the buffer: its P is there
-  kEmptyBarrier = kScoredBarrier + kBuffers,    // and the buffer: it is summed
-  kFinishedBarrier = kEmptyBarrier + kBuffers,  // the last scaling of the outputs is known
+  kQueryBarrier,                              // q is in shared memory
+  kFullBarrier,                               // and the buffer: a tile is expanded
+  kScoredBarrier = kFullBarrier + kBuffers,   // and the buffer: its P is there
+  kEmptyBarrier = kScoredBarrier + kBuffers,  // and the buffer: it is summed
 };
 inline constexpr int kExpanderAndScorer = 2 * kGroupThreads;
 inline constexpr int kScorerAndSummers = (1 + kSummers) * kGroupThreads;  // all the others
-inline constexpr int kExpanderAndSummers = kScorerAndSummers;
+inline constexpr int kAll = kGroups * kGroupThreads;
 
 // Says where records are: a warp 16 of a tile, a lane (of 16) one. The expander locates those of
 // the first tiles itself, each warp its own; then the scorer does, for it has the time.

@@ -74,7 +74,7 @@ class Expander {
     for (int part = 0; part < 2; ++part) {
       load(next, part);  // there are registers for the second once half of these are expanded
       if (part == 0 && tile >= kBuffers) {
-        barrier_sync(kEmptyBarrier + buffer, kExpanderAndSummers);
+        barrier_sync(kEmptyBarrier + buffer, kAll);
       }
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) expand(records[t], part, buffer, t);

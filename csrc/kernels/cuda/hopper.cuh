@@ -49,17 +49,6 @@ __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uin
       : "memory");
 }
 
-// Likewise shared -> global. The thread that starts such copies waits until what they read may be
-// overwritten, or the block may end.
-__device__ inline void store_bulk(void* to, const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(shared_address(from)), "r"(bytes)
-               : "memory");
-}
-__device__ inline void store_bulk_wait() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 // Four 8x8 matrices of 16-bit elements, held as mma's operands are; lane l gives the address of row
 // l % 8 of matrix l / 8.
 __device__ inline void store_matrices(uint32_t address, const uint32_t (&from)[4]) {
