@@ -41,14 +41,18 @@ __device__ inline float inverse_for_halves(float inverse) {
 __device__ inline uint32_t encode_e2m1_halves(const __half2 (&y)[4]) {
   constexpr float kIntegers = 1024.0f;  // 2^10: halves from here on have no fractions
   constexpr uint32_t kIntegersBits = 0x6400'6400;
+  // In registers: the compiler would put both in one, which takes it five instructions.
+  uint32_t two, half;
+  asm("mov.b32 %0, 0x40004000;" : "=r"(two));
+  asm("mov.b32 %0, 0x38003800;" : "=r"(half));
   uint32_t bits[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const __half2 magnitude = __habs2(y[i]);
-    const __half2 halves = __hfma2(magnitude, __float2half2_rn(2.0f), __float2half2_rn(kIntegers));
+    const __half2 halves = __hfma2(magnitude, bit_cast<__half2>(two), __float2half2_rn(kIntegers));
     const __half2 ones = __hadd2(magnitude, __float2half2_rn(kIntegers + 2));
     const __half2 twos =
-        __hfma2(magnitude, __float2half2_rn(0.5f), __float2half2_rn(kIntegers + 4));
+        __hfma2(magnitude, bit_cast<__half2>(half), __float2half2_rn(kIntegers + 4));
     const __half2 most = __float2half2_rn(kIntegers + 7);
     bits[i] = bit_cast<uint32_t>(__hmin2(__hmin2(__hmin2(halves, ones), twos), most));
   }

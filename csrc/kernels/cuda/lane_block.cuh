@@ -26,6 +26,27 @@ __device__ void load_words(const void* from, uint32_t (&to)[kCount]) {
   memcpy(to, pieces, sizeof(to));
 }
 
+// The greater magnitudes of two pairs, their signs of no meaning.
+__device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b, BFloat16) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t pair;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#else
+  using Pair = __nv_bfloat162;
+  return bit_cast<uint32_t>(__hmax2(__habs2(bit_cast<Pair>(a)), __habs2(bit_cast<Pair>(b))));
+#endif
+}
+__device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b, Float16) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t pair;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#else
+  return bit_cast<uint32_t>(__hmax2(__habs2(bit_cast<__half2>(a)), __habs2(bit_cast<__half2>(b))));
+#endif
+}
+
 // kCount elements as words, two of a 16-bit type a word.
 template <class In, int kCount>
 struct Elements {
@@ -83,20 +104,21 @@ struct Elements {
     }
   }
 
-  // max |x|, NaN left out, as CUDA's maxima do.
+  // max |x|, NaN left out, as CUDA's maxima do; NaN if there is nothing else.
   __device__ float max_magnitude() const {
-    float amax = 0.0f;
     if constexpr (std::is_same_v<In, float>) {
+      float amax = fabsf(bit_cast<float>(words[0]));
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) amax = fmaxf(amax, fabsf(bit_cast<float>(words[i])));
+      for (int i = 1; i < kWords; ++i) amax = fmaxf(amax, fabsf(bit_cast<float>(words[i])));
+      return amax;
     } else {
-      using Pair = std::conditional_t<std::is_same_v<In, BFloat16>, __nv_bfloat162, __half2>;
-      Pair pair = __habs2(bit_cast<Pair>(words[0]));
+      uint32_t pair = words[0];
 #pragma unroll
-      for (int i = 1; i < kWords; ++i) pair = __hmax2(pair, __habs2(bit_cast<Pair>(words[i])));
-      amax = fmaxf(fmaxf(amax, __low2float(pair)), __high2float(pair));
+      for (int i = 1; i < kWords; ++i) pair = max_magnitudes(pair, words[i], In{});
+      Elements<In, 2> both;
+      both.words[0] = pair & 0x7fff'7fffu;
+      return fmaxf(both[0], both[1]);
     }
-    return amax;
   }
 
   uint32_t words[kWords];

@@ -29,11 +29,11 @@ __global__ void write_kernel(const __grid_constant__ Tokens tokens) {
   // Keeps the loads above in their place. Without it the compiler moves the token's below the test
   // of the slot (or the slot's below the arithmetic, were the test last): two round trips for one.
   __syncwarp();
+  uint8_t* record = tokens.cache.template record<kWide>(static_cast<uint32_t>(slot));
+  asm volatile("" : "+l"(record));  // likewise: while the token is on its way
   if (!tokens.cache.holds(slot)) return;
 
-  const auto encoded = Codec::encode(latent.nope, latent.rope);
-  Codec::template store<kWide>(tokens.cache.template record<kWide>(static_cast<uint32_t>(slot)),
-                               encoded);
+  Codec::template store<kWide>(record, Codec::encode(latent.nope, latent.rope));
 }
 
 template <class Codec, class In>
