@@ -18,7 +18,7 @@ import cases
 import decode_cases
 import fused_cases
 import nvfp4_dsmla
-from nvfp4_dsmla import reference
+from nvfp4_dsmla import reference, reference_fused
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ TOKENS = {
     torch.float16: (1, 33),
     torch.float32: (1, 33),
 }
+FUSED_TOKENS = (1, 33, 2053, 8197)
 
 
 def main() -> None:
@@ -42,6 +43,10 @@ def main() -> None:
                 write(tokens, dtype, odd, generator, device)
                 gather(tokens, dtype, odd, generator, device)
                 count += 2
+    for tokens in FUSED_TOKENS:
+        for odd in (False, True):
+            fused_write(tokens, odd, generator, device)
+            count += 1
     count += decode(generator, device)
     count += samples(generator, device)
     torch.cuda.synchronize()
@@ -95,6 +100,42 @@ def write(
     )
     reference.concat_and_cache(kv_c, k_pe, cache, slots)
     expect_equal(written, cache, f"write, {tokens} tokens, {dtype}, odd {odd}")
+
+
+def fused_write(tokens: int, odd: bool, generator: torch.Generator, device: torch.device) -> None:
+    latent = torch.randn(tokens, HEAD_DIM, generator=generator).bfloat16()
+    num_blocks = tokens // 16 + 1
+    cache = torch.randint(
+        256, (num_blocks, 16, RECORD_BYTES), dtype=torch.uint8, generator=generator
+    )
+    slots = some_slots(tokens, num_blocks * 16, generator)
+    positions = torch.randint(70, (tokens,), generator=generator)
+    weight = (1 + torch.randn(1, NOPE_DIM, generator=generator) / 4).bfloat16()
+    table = fused_cases.cos_sin_table(70, torch.bfloat16)
+    written = on_device(cache, device, odd=odd)
+    nvfp4_dsmla.fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla(
+        kv_c=on_device(latent[:, :NOPE_DIM], device, odd=odd),
+        k_pe=on_device(latent[:, NOPE_DIM:], device, odd=odd),
+        norm_weight=on_device(weight, device, odd=odd)[0],
+        eps=1e-6,
+        positions=positions.to(device),
+        cos_sin_cache=on_device(table, device, odd=odd),
+        is_neox=odd,
+        kv_cache=written,
+        slot_mapping=slots.to(device),
+    )
+    reference_fused.concat_and_cache(
+        kv_c=latent[:, :NOPE_DIM],
+        k_pe=latent[:, NOPE_DIM:],
+        norm_weight=weight[0],
+        eps=1e-6,
+        positions=positions,
+        cos_sin_cache=table,
+        is_neox=odd,
+        kv_cache=cache,
+        slot_mapping=slots,
+    )
+    expect_equal(written, cache, f"fused write, {tokens} tokens, odd {odd}")
 
 
 def gather(

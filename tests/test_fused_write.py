@@ -253,25 +253,48 @@ def test_sample(device: torch.device, case: Case, generator: torch.Generator) ->
     check_write(case.make(generator, device))
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 65, 1024, 1025, 9001])
+# Around the sizes where work is split between threads, and kernels change.
+SIZES = [1, 31, 32, 33, 64, 65, 1024, 1025, 2048, 2049, 8192, 8193]
+
+
+@pytest.mark.parametrize("tokens", SIZES)
 def test_number_of_tokens(device: torch.device, tokens: int, generator: torch.Generator) -> None:
-    """Around the sizes where work is split between threads, and kernels change."""
-    rows = torch.randn(tokens, HEAD_DIM, generator=generator).bfloat16()
-    slots = distinct_slots(tokens, 150 * 64, generator)
-    cache = random_cache(generator, CPU, num_blocks=150, block_size=64)
-    check_write(random_arguments(rows, device, generator, slot_mapping=slots, kv_cache=cache))
+    check_write(some_skipped(tokens, torch.bfloat16, device, generator))
 
 
-def test_so_many_tokens_that_a_warp_takes_several(
-    device: torch.device, generator: torch.Generator
+@pytest.mark.parametrize("is_aligned", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [2_053, 8_199])
+def test_tokens_that_share_a_warp(
+    device: torch.device,
+    generator: torch.Generator,
+    tokens: int,
+    dtype: torch.dtype,
+    is_neox: bool,
+    is_aligned: bool,
 ) -> None:
-    """From 32,768 on. Some are skipped, so that a warp goes on from one that it does not write."""
-    tokens, num_blocks = 32_771, 513
-    rows = torch.randn(tokens, HEAD_DIM, generator=generator).bfloat16()
-    slots = distinct_slots(tokens, num_blocks * 64, generator)
+    """Those of more than 2,048, and of more than 8,192; not all warps have as many."""
+    arguments = some_skipped(tokens, dtype, device, generator)
+    table = TABLE.to(dtype) if is_neox else TABLE
+    arguments |= {
+        "is_neox": is_neox,
+        "cos_sin_cache": inside(
+            table, generator, device, offset=MARGIN if is_aligned else MARGIN + 1
+        ),
+    }
+    check_write(arguments)
+
+
+def some_skipped(
+    tokens: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> dict[str, Any]:
+    """A write to slots in no order, a fifth of which are no slots."""
+    rows = torch.randn(tokens, HEAD_DIM, generator=generator).to(dtype)
+    slots = distinct_slots(tokens, 150 * 64, generator)
     slots[torch.rand(tokens, generator=generator) < 0.2] = -1
-    cache = random_cache(generator, CPU, num_blocks=num_blocks, block_size=64)
-    check_write(random_arguments(rows, device, generator, slot_mapping=slots, kv_cache=cache))
+    cache = random_cache(generator, CPU, num_blocks=150, block_size=64)
+    return random_arguments(rows, device, generator, slot_mapping=slots, kv_cache=cache)
 
 
 @given(data=st.data())

@@ -35,23 +35,31 @@ struct Nvfp4Codec {
     uint8_t scale;
   };
 
-  template <class In>
-  __device__ static uint64_t encode_codes(const NopeElements<In>& nope, float inverse) {
+  // Eight codes, the first in the lowest nibble, of elements from `first` on.
+  template <class In, int kCount>
+  __device__ static uint32_t encode_eight(const Elements<In, kCount>& nope,
+                                          int first,
+                                          float inverse) {
     if constexpr (kHasFastHalves && std::is_same_v<In, BFloat16>) {
       const float factor = inverse_for_halves(inverse);
-      __half2 y[2][4];
+      __half2 y[4];
 #pragma unroll
-      for (int i = 0; i < kBlockDim; i += 2) {
-        y[i / 8][i % 8 / 2] =
-            __floats2half2_rn(scale_down(nope[i], factor), scale_down(nope[i + 1], factor));
+      for (int i = 0; i < 4; ++i) {
+        y[i] = __floats2half2_rn(scale_down(nope[first + 2 * i], factor),
+                                 scale_down(nope[first + 2 * i + 1], factor));
       }
-      return encode_e2m1_halves(y[0]) | uint64_t{encode_e2m1_halves(y[1])} << 32;
+      return encode_e2m1_halves(y);
     } else {
-      float y[2][8];
+      float y[8];
 #pragma unroll
-      for (int i = 0; i < kBlockDim; ++i) y[i / 8][i % 8] = scale_down(nope[i], inverse);
-      return encode_e2m1x8(y[0]) | uint64_t{encode_e2m1x8(y[1])} << 32;
+      for (int i = 0; i < 8; ++i) y[i] = scale_down(nope[first + i], inverse);
+      return encode_e2m1x8(y);
     }
+  }
+
+  template <class In>
+  __device__ static uint64_t encode_codes(const NopeElements<In>& nope, float inverse) {
+    return encode_eight(nope, 0, inverse) | uint64_t{encode_eight(nope, 8, inverse)} << 32;
   }
 
   template <class In>
@@ -63,14 +71,14 @@ struct Nvfp4Codec {
   }
 
   template <bool kWide>
-  __device__ static void store_nope(uint8_t* record, const Encoded& encoded) {
+  __device__ static void store_nope(uint8_t* record, uint64_t codes, uint32_t scale) {
     const int lane = lane_id();
-    store_word<kWide>(record + kCodesOffset + lane * kCodeBytesPerBlock, encoded.codes);
-    record[scale_offset(lane)] = encoded.scale;
+    store_word<kWide>(record + kCodesOffset + lane * kCodeBytesPerBlock, codes);
+    record[scale_offset(lane)] = static_cast<uint8_t>(scale);
   }
   template <bool kWide>
   __device__ static void store(uint8_t* record, const Encoded& encoded) {
-    store_nope<kWide>(record, encoded);
+    store_nope<kWide>(record, encoded.codes, encoded.scale);
     store_word<kWide>(rope_of(record), encoded.rope);
   }
 
