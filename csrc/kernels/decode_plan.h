@@ -41,13 +41,13 @@ struct DecodePace {
   int blocks;        // that share an SM
   int64_t per_time;  // for so many tiles
   int64_t start;     // loading q, filling the pipeline, writing the result
-  int64_t combine;   // partial results, which are in fp32, and the second kernel
+  int64_t combine;   // partial results, which are in fp16, and the second kernel
 };
-inline constexpr DecodePace kMmaPaces[] = {{16, kMmaTokens, 1, 2, 23, 50, 40},
-                                           {32, kMmaTokens, 1, 1, 18, 50, 70}};
-inline constexpr DecodePace kWgmmaPaces[] = {{16, kWgmmaTokens, 2, 1, 26, 51, 40},
-                                             {32, kWgmmaTokens, 2, 1, 31, 54, 70},
-                                             {64, kWgmmaTokens, 1, 1, 20, 135, 150}};
+inline constexpr DecodePace kMmaPaces[] = {{16, kMmaTokens, 1, 2, 23, 50, 30},
+                                           {32, kMmaTokens, 1, 1, 18, 50, 45}};
+inline constexpr DecodePace kWgmmaPaces[] = {{16, kWgmmaTokens, 2, 1, 26, 51, 30},
+                                             {32, kWgmmaTokens, 2, 1, 31, 54, 45},
+                                             {64, kWgmmaTokens, 1, 1, 21, 100, 20}};
 
 // A call at such a pace.
 struct DecodeWork {
@@ -73,7 +73,7 @@ inline int64_t split_cost(const DecodePace& pace, const DecodeWork& work, int64_
          (splits > 1 ? pace.combine : 0);
 }
 
-// Splitting makes at most four blocks a place for one, which also bounds the partial results: 69 MB
+// Splitting makes at most four blocks a place for one, which also bounds the partial results: 35 MB
 // on an H200.
 inline int64_t most_splits(const DecodeWork& work) {
   constexpr int64_t kBlocksPerSlot = 4;

@@ -96,7 +96,7 @@ int main() {
         Tried{40, 128, 300, 64, false}, Tried{8, 64, 2048, 32, true}, Tried{40, 50, 2048, 64, true},
         Tried{50, 40, 130, 32, false}, Tried{70, 64, 130, 64, false}, Tried{70, 64, 600, 64, false},
         Tried{4, 17, 2048, 16, true}, Tried{36, 50, 2048, 64, true},
-        Tried{8, 17, 2048, 16, true}}) {
+        Tried{8, 17, 2048, 32, true}}) {
     const DecodePlan plan = plan_decode({true, true, 132}, t.rows, t.heads, t.topk);
     expect(plan.head_tile == t.head_tile && (plan.num_splits > 1) == t.is_split,
            "the tests try another tile", 90, t.rows, t.heads, t.topk);

@@ -20,6 +20,10 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // expand.cuh leaves elements 2^-7 of their value; this is what makes scores and outputs good.
 inline constexpr float kMakeGood = 0x1p7f;
 
+// Partial results are in fp16, and no greater than an element of V, 6 * 448: room for a factor that
+// keeps bits of small ones.
+inline constexpr float kPartialScale = 0x1p4f;
+
 struct DecodeKernelParams : DecodeParams {
   DecodeKernelParams(const DecodeParams& p, const DecodePlan& plan, void* workspace)
       : DecodeParams(p),
@@ -27,7 +31,7 @@ struct DecodeKernelParams : DecodeParams {
         num_splits(plan.num_splits),
         rows(static_cast<uint32_t>(p.batch * p.s_q)),
         partial_lse(static_cast<float*>(workspace)),
-        partial_out(partial_lse + partial_lse_floats(p, plan)) {}
+        partial_out(reinterpret_cast<Float16*>(partial_lse + partial_lse_floats(p, plan))) {}
 
   static int64_t partial_lse_floats(const DecodeParams& p, const DecodePlan& plan) {
     return (plan.num_splits * p.batch * p.s_q * p.heads + 3) / 4 * 4;  // 16 bytes, for what follows
@@ -35,7 +39,7 @@ struct DecodeKernelParams : DecodeParams {
   static int64_t workspace_bytes(const DecodeParams& p, const DecodePlan& plan) {
     if (plan.num_splits <= 1) return 0;
     const int64_t outs = plan.num_splits * p.batch * p.s_q * p.heads * kNopeDim;
-    return (partial_lse_floats(p, plan) + outs) * static_cast<int64_t>(sizeof(float));
+    return partial_lse_floats(p, plan) * int64_t{sizeof(float)} + outs * int64_t{sizeof(Float16)};
   }
 
   // Whether every head of q starts at a multiple of 16 bytes.
@@ -44,8 +48,8 @@ struct DecodeKernelParams : DecodeParams {
            q_token_stride * element_bytes % 16 == 0 && q_head_stride * element_bytes % 16 == 0;
   }
 
-  // The place of a split's partial result among those of all heads, rows and splits.
-  __device__ int64_t partial_at(int split, uint32_t row, int head) const {
+  // The place of a head's result among those of all heads, rows and, if it is partial, splits.
+  __device__ int64_t result_at(int split, uint32_t row, int head) const {
     return (static_cast<int64_t>(split) * rows + row) * heads + head;
   }
 
@@ -85,10 +89,10 @@ struct DecodeKernelParams : DecodeParams {
   DeviceCache<const uint8_t> device_cache;
   int num_splits;
   uint32_t rows;
-  // [num_splits, rows, heads] in base 2, then [num_splits, rows, heads, 512], 16-byte aligned; only
-  // if num_splits > 1.
+  // [num_splits, rows, heads] in base 2, then [num_splits, rows, heads, 512] times kPartialScale,
+  // 16-byte aligned; only if num_splits > 1.
   float* partial_lse;
-  float* partial_out;
+  Float16* partial_out;
 };
 
 // 2^x in one instruction; results below 2^-126 are zero.
@@ -123,7 +127,8 @@ __device__ inline float finish_head(
   float factor = sum == 0.0f ? 0.0f : kMakeGood / sum;
   if (head >= p.heads) return factor;
   if (p.num_splits > 1) {
-    p.partial_lse[p.partial_at(split, row, head)] = lse2;
+    factor *= kPartialScale;
+    p.partial_lse[p.result_at(split, row, head)] = lse2;
   } else {
     if (sum != 0.0f) factor *= sink_factor(p, head, lse2);
     p.lse[static_cast<int64_t>(row) * p.heads + head] = lse2 * kLn2;
@@ -144,6 +149,17 @@ __device__ inline uint32_t pack(float low, float high, BFloat16) {
 __device__ inline uint32_t pack(float low, float high, Float16) {
   const __half2 pair = __floats2half2_rn(low, high);
   return bit_cast<uint32_t>(pair);
+}
+
+// write(the place of the results from `head` on), by the type that they are to have there.
+template <class T, class Write>
+__device__ void write_results(
+    const DecodeKernelParams& p, int split, uint32_t row, int head, Write write) {
+  if (p.num_splits == 1) {
+    write(static_cast<T*>(p.out) + p.result_at(0, row, head) * kNopeDim);
+  } else {
+    write(p.partial_out + p.result_at(split, row, head) * kNopeDim);
+  }
 }
 
 // What brings a head's elements of q, or some of them, into fp16's range: the power of two that

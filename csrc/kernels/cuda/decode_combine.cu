@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   cudaGridDependencySynchronize();
 #endif
   const int64_t at = blockIdx.x;  // row * heads + head
-  const int64_t pitch = p.partial_at(1, 0, 0);
+  const int64_t pitch = p.result_at(1, 0, 0);
   const int lane = threadIdx.x % kWarpSize;
   float lse[kLanesSplits];
 #pragma unroll
@@ -56,9 +56,9 @@ __global__ void __launch_bounds__(kThreads)
     const int split = i * kWarpSize + lane;
     lse[i] = split < p.num_splits ? p.partial_lse[split * pitch + at] : -INFINITY;
   }
-  const auto* from = reinterpret_cast<const float4*>(p.partial_out + at * kNopeDim) + threadIdx.x;
+  const auto* from = reinterpret_cast<const uint2*>(p.partial_out + at * kNopeDim) + threadIdx.x;
   const int64_t step = pitch * (kNopeDim / 4);
-  float4 parts[kAtOnce];
+  uint2 parts[kAtOnce];
   const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -77,16 +77,19 @@ __global__ void __launch_bounds__(kThreads)
       // A split without a token has no weight and, like all of them, a finite or a justly NaN
       // output.
       const float weight = weights[first + i];
-      sum.x += weight * parts[i].x;
-      sum.y += weight * parts[i].y;
-      sum.z += weight * parts[i].z;
-      sum.w += weight * parts[i].w;
+      const float2 low = __half22float2(bit_cast<__half2>(parts[i].x));
+      const float2 high = __half22float2(bit_cast<__half2>(parts[i].y));
+      sum.x += weight * low.x;
+      sum.y += weight * low.y;
+      sum.z += weight * high.x;
+      sum.w += weight * high.y;
     }
   }
 
   const auto head = static_cast<int>(at % p.heads);
-  const float factor =
-      weights.sum == 0.0f ? 0.0f : sink_factor(p, head, weights.lse2) / weights.sum;
+  const float factor = weights.sum == 0.0f
+                           ? 0.0f
+                           : sink_factor(p, head, weights.lse2) / (weights.sum * kPartialScale);
   auto* to = reinterpret_cast<uint2*>(static_cast<T*>(p.out) + at * kNopeDim);
   to[threadIdx.x] = make_uint2(pack(sum.x * factor, sum.y * factor, T{}),
                                pack(sum.z * factor, sum.w * factor, T{}));

@@ -367,37 +367,26 @@ __device__ void finish_softmax(const DecodeKernelParams& p,
   }
 }
 
+// to: of the block's first head.
 template <class T, int kTiles>
-__device__ void write_out(const DecodeKernelParams& p,
+__device__ void write_out(T* to,
                           const Shared<kTiles>& shared,
                           const float (&out)[kTiles][kOutChunks][4],
-                          uint32_t row,
-                          int split,
-                          int first_head) {
+                          int num_heads) {
   const int g = lane_id() / 4, q = lane_id() % 4;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int local = 16 * tile + g + 8 * half;
-      const int head = first_head + local;
-      if (head >= p.heads) continue;
+      if (local >= num_heads) continue;
       const float factor = shared.rescale[local];
-      const int64_t at = static_cast<int64_t>(row) * p.heads + head;
 #pragma unroll
       for (int c = 0; c < kOutChunks; ++c) {
-        const float x = out[tile][c][2 * half] * factor, y = out[tile][c][2 * half + 1] * factor;
         // In the expanded order of eight dims, 0 4 1 5 2 6 3 7, a lane has two in a row.
-        const int dim = (threadIdx.y * kOutChunks + c) * 8 + q;
-        if (p.num_splits > 1) {
-          float* to = p.partial_out + p.partial_at(split, row, head) * kNopeDim + dim;
-          to[0] = x;
-          to[4] = y;
-        } else {
-          T* to = static_cast<T*>(p.out) + at * kNopeDim + dim;
-          store_element(to, x);
-          store_element(to + 4, y);
-        }
+        T* dims = to + local * kNopeDim + (threadIdx.y * kOutChunks + c) * 8 + q;
+        store_element(dims, out[tile][c][2 * half] * factor);
+        store_element(dims + 4, out[tile][c][2 * half + 1] * factor);
       }
     }
   }
@@ -455,7 +444,9 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
   __syncthreads();  // shared.rescale is free
   finish_softmax(p, shared, softmax, row, split, first_head);
   __syncthreads();
-  write_out<T>(p, shared, out, row, split, first_head);
+  write_results<T>(p, split, row, first_head, [&](auto* to) {
+    write_out(to, shared, out, static_cast<int>(p.heads) - first_head);
+  });
 #endif
 }
 

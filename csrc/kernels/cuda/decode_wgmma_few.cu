@@ -70,14 +70,14 @@ __device__ inline void expand_rope(const Records& records, uint32_t (&k)[4][4]) 
 }
 
 // S^T of the source's next tile into `scores`, which are there after wgmma_wait; V into its buffer,
-// once `wait_for_buffer` returns.
+// each half of the dims once `wait_for_half` returns.
 template <int kHeads, class Wait>
 __device__ void multiply_keys(Shared<kHeads>& shared,
                               int buffer,
                               StagedRecords& source,
                               Records& records,
                               float (&scores)[kHeads / 2],
-                              Wait wait_for_buffer) {
+                              Wait wait_for_half) {
   source.take(records);
   uint32_t folded[2][2][4];
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ void multiply_keys(Shared<kHeads>& shared,
     if (c >= 2) wgmma_wait<1>();
     if (c < kValueChunks) {
       expand_chunk(records, c, folded, k);
-      if (c == 0) wait_for_buffer();
+      if (c % kHalfChunks == 0) wait_for_half(c / kHalfChunks);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         store_matrices((values ^ 2 * step * 16) + c * kChunkBytes, k[step]);
@@ -124,14 +124,14 @@ __device__ void expand_tiles(const DecodeKernelParams& p,
                              StagedRecords& source,
                              Softmax<kHeads>& softmax) {
   constexpr int kStep = kExpanders * kTileTokens;
-  constexpr int kInTurn = 2 * kGroupThreads;  // of a barrier between an expander and the next
   int first = work.begin + group * kTileTokens;
   Records records;
   for (int tile = group; first < work.end; tile += kExpanders, first += kStep) {
     const int buffer = tile % kBuffers;
     float scores[kHeads / 2];
-    multiply_keys(shared, buffer, source, records, scores,
-                  [&] { barrier_wait(shared.empty[buffer], (tile / kBuffers & 1) ^ 1); });
+    multiply_keys(shared, buffer, source, records, scores, [&](int half) {
+      if (tile >= kBuffers) barrier_sync(empty_barrier(buffer, half), kInTurn);
+    });
     if (tile > 0) barrier_sync(kTurnBarrier + group, kInTurn);
     const uint32_t raises = shared.raises;
     wgmma_wait<0>();
@@ -171,16 +171,22 @@ __device__ void sum_tiles(Shared<kHeads>& shared,
     const Matrix<kProbBytes> probs(&shared.probs[buffer]);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kTileTokens; k += 16) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int c = 0; c < kValueChunks; ++c) {
-        Wgmma<kHeads>::both_shared(out[c], values + (c * kTileTokens + k) * kRowBytes,
-                                   probs + k * kProbBytes);
+      for (int k = 0; k < kTileTokens; k += 16) {
+#pragma unroll
+        for (int c = half * kHalfChunks; c < (half + 1) * kHalfChunks; ++c) {
+          Wgmma<kHeads>::both_shared(out[c], values + (c * kTileTokens + k) * kRowBytes,
+                                     probs + k * kProbBytes);
+        }
       }
+      wgmma_commit();
     }
-    wgmma_commit();
+    const bool is_awaited = tile + kBuffers < tiles;
+    wgmma_wait<1>();
+    if (is_awaited) barrier_pass(empty_barrier(buffer, 0), kInTurn);
     wgmma_wait<0>();
-    if (lane_id() == 0) barrier_arrive(shared.empty[buffer]);
+    if (is_awaited) barrier_pass(empty_barrier(buffer, 1), kInTurn);
   }
 }
 
@@ -210,38 +216,20 @@ __device__ void stage_out(Shared<kHeads>& shared, const float (&out)[kValueChunk
   }
 }
 
-// By all warps of the block, both.
-template <int kHeads>
-__device__ void write_partial(const DecodeKernelParams& p,
-                              const Shared<kHeads>& shared,
-                              const BlockWork& work) {
-  const auto* staged = reinterpret_cast<const float*>(&shared.values);
-  constexpr int kFours = kNopeDim / 4, kThreads = kGroups * kGroupThreads;
-  const int64_t first = p.partial_at(work.split, work.row, work.first_head);
-  auto* to = reinterpret_cast<float4*>(p.partial_out + first * kNopeDim);
-  const int end = work.num_heads(p, kHeads) * kFours;
-#pragma unroll 2
-  for (int i = threadIdx.y * kWarpSize + lane_id(); i < end; i += kThreads) {
-    to[i] = *reinterpret_cast<const float4*>(&staged[i / kFours * kRowFloats + i % kFours * 4]);
-  }
-}
-
+// By all warps of the block. to: of its first head.
 template <class T, int kHeads>
-__device__ void write_out(const DecodeKernelParams& p,
-                          const Shared<kHeads>& shared,
-                          const BlockWork& work) {
+__device__ void write_out(T* to, const Shared<kHeads>& shared, int num_heads) {
   const auto* staged = reinterpret_cast<const float*>(&shared.values);
   constexpr int kEights = kNopeDim / 8, kThreads = kGroups * kGroupThreads;
-  const int64_t first = static_cast<int64_t>(work.row) * p.heads + work.first_head;
-  auto* to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + first * kNopeDim);
-  const int end = work.num_heads(p, kHeads) * kEights;
+  auto* units = reinterpret_cast<uint4*>(to);
+  const int end = num_heads * kEights;
 #pragma unroll 2
   for (int i = threadIdx.y * kWarpSize + lane_id(); i < end; i += kThreads) {
     const auto* from =
         reinterpret_cast<const float4*>(&staged[i / kEights * kRowFloats + i % kEights * 8]);
     const float4 x = from[0], y = from[1];
-    to[i] = make_uint4(pack(x.x, x.y, T{}), pack(x.z, x.w, T{}), pack(y.x, y.y, T{}),
-                       pack(y.z, y.w, T{}));
+    units[i] = make_uint4(pack(x.x, x.y, T{}), pack(x.z, x.w, T{}), pack(y.x, y.y, T{}),
+                          pack(y.z, y.w, T{}));
   }
 }
 
@@ -274,7 +262,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   if (thread == 0) {
     for (int b = 0; b < kBuffers; ++b) {
       barrier_init(shared.full[b], kGroupThreads);
-      barrier_init(shared.empty[b], kGroupWarps);
     }
     barrier_init(shared.finished, kExpanders * kGroupThreads);
     shared.raises = 0;
@@ -309,11 +296,8 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     stage_out(shared, out);
   }
   __syncthreads();
-  if (p.num_splits == 1) {
-    write_out<T>(p, shared, work);
-  } else {
-    write_partial(p, shared, work);
-  }
+  write_results<T>(p, work.split, work.row, work.first_head,
+                   [&](auto* to) { write_out(to, shared, work.num_heads(p, kHeads)); });
 #endif
 }
 

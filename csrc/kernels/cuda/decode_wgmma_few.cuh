@@ -16,6 +16,7 @@ namespace nvfp4_dsmla::cuda::hopper::few {
 inline constexpr int kExpanders = 2;
 inline constexpr int kGroups = kExpanders + 1;
 inline constexpr int kBuffers = 2;  // of V and P: as many as there is room for
+inline constexpr int kHalfChunks = kValueChunks / 2;
 
 template <int kHeadTile>
 struct alignas(1024) Shared {
@@ -33,7 +34,7 @@ struct alignas(1024) Shared {
   uint32_t rescaled[kBuffers];
   float warp_values[kExpanders][kGroupWarps][kHeads];  // maxima, in the end sums
   float factor[kHeads];
-  uint64_t full[kBuffers], empty[kBuffers], finished;
+  uint64_t full[kBuffers], finished;
 };
 
 // The barriers of parts of a block, by number.
@@ -41,6 +42,9 @@ inline constexpr int kGroupBarrier = 1;  // and the group
 inline constexpr int kExpandersBarrier = 4;
 inline constexpr int kSummerBarrier = 5;
 inline constexpr int kTurnBarrier = 6;  // and the expander
+// Between an expander and the summer: a half of the dims of a buffer of V is summed.
+__device__ inline int empty_barrier(int buffer, int half) { return 8 + 2 * buffer + half; }
+inline constexpr int kInTurn = 2 * kGroupThreads;  // threads at a barrier of two warpgroups
 
 __device__ inline void group_sync() { barrier_sync(kGroupBarrier + group_id(), kGroupThreads); }
 __device__ inline bool group_any(bool x) {

@@ -111,35 +111,10 @@ struct EightDims {
 };
 inline constexpr int kEights = kSummerDims / 32;  // of a lane's dims of a row
 
-__device__ inline void write_partial(const DecodeKernelParams& p,
-                                     const Shared& shared,
-                                     const BlockWork& work,
-                                     int summer,
-                                     const Out& out) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int local = Softmax::head(r), head = work.first_head + local;
-    if (head >= p.heads) continue;
-    float* part = p.partial_out + p.partial_at(work.split, work.row, head) * kNopeDim;
-#pragma unroll
-    for (int eight = 0; eight < kEights; ++eight) {
-      const EightDims dims(out, eight, r, summer, shared.factor[local]);
-      const auto& x = dims.x;
-      auto* to = reinterpret_cast<float4*>(part + dims.dim);
-      to[0] = make_float4(x[0][0], x[1][0], x[2][0], x[3][0]);
-      to[1] = make_float4(x[0][1], x[1][1], x[2][1], x[3][1]);
-    }
-  }
-}
-
 // By way of shared memory, in q's place, for a store to memory should be of whole lines. A warp has
-// rows and dims of its own, so it waits for nobody.
+// rows and dims of its own, so it waits for nobody. to: of the block's first head.
 template <class T>
-__device__ void write_out(const DecodeKernelParams& p,
-                          Shared& shared,
-                          const BlockWork& work,
-                          int summer,
-                          const Out& out) {
+__device__ void write_out(T* to, Shared& shared, int num_heads, int summer, const Out& out) {
   constexpr int kUnits = kSummerDims / 8;  // of 16 bytes, in a row
   static_assert(kUnits == kWarpSize);
   static_assert(sizeof(uint4) * kUnits * kSummers * Shared::kHeads <= sizeof(shared.query));
@@ -163,12 +138,10 @@ __device__ void write_out(const DecodeKernelParams& p,
   __syncwarp();
 #pragma unroll 4
   for (int row = 0; row < 16; ++row) {
-    const int head = work.first_head + 16 * group_warp() + row;
-    if (head >= p.heads) break;
-    const int64_t at = static_cast<int64_t>(work.row) * p.heads + head;
-    auto* to =
-        reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at * kNopeDim + kSummerDims * summer);
-    to[lane_id()] = staged[place(row, lane_id())];
+    const int head = 16 * group_warp() + row;
+    if (head >= num_heads) break;
+    auto* dims = reinterpret_cast<uint4*>(to + head * kNopeDim + kSummerDims * summer);
+    dims[lane_id()] = staged[place(row, lane_id())];
   }
 }
 
@@ -219,11 +192,9 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     Out out = {};
     sum_tiles(shared, summer, work.tiles(), out);
     barrier_wait(shared.finished, 0);
-    if (p.num_splits > 1) {
-      write_partial(p, shared, work, summer, out);
-    } else {
-      write_out<T>(p, shared, work, summer, out);
-    }
+    write_results<T>(p, work.split, work.row, work.first_head, [&](auto* to) {
+      write_out(to, shared, work.num_heads(p, Shared::kHeads), summer, out);
+    });
   }
 #endif
 }
