@@ -18,7 +18,7 @@ import nvfp4_dsmla
 from cases import BF16, FP16, INT32, Case, assert_memory_equal, copies_of
 from compare import assert_latents_equal
 from decode_cases import DECODES, Q_LAYOUTS, SCALE, decode_arguments
-from nvfp4_dsmla import reference
+from nvfp4_dsmla import layout, reference
 from nvfp4_dsmla.layout import HEAD_DIM, NOPE_DIM, RECORD_BYTES
 
 if TYPE_CHECKING:
@@ -237,6 +237,31 @@ def test_magnitudes_of_queries(
     )
     arguments["q"][:, :, :heads] *= 2.0**power
     check(arguments)
+
+
+@pytest.mark.parametrize(
+    ("code", "scale", "value"),
+    [(7, 0x7E, 6 * 448.0), (1, 0x01, 0.5 * 2**-9)],
+    ids=["most", "least"],
+)
+@pytest.mark.parametrize(("batch", "heads"), [(4, 17), (8, 64), (36, 50)])
+def test_magnitudes_of_values(
+    device: torch.device,
+    batch: int,
+    heads: int,
+    code: int,
+    scale: int,
+    value: float,
+    generator: torch.Generator,
+) -> None:
+    """Where CUDA shares a row's tokens out, whose partial results have 16 bits."""
+    arguments = decode_arguments(generator, device, batch=batch, heads=heads, topk=2048)
+    cache = arguments["kv_cache"]
+    layout.codes(cache).fill_(code | code << 4)
+    layout.scale_bytes(cache).fill_(scale)
+    layout.rope_bytes(cache).zero_()
+    out, _ = decode(arguments)
+    torch.testing.assert_close(out.float(), torch.full_like(out.float(), value), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("lengths", [None, "request", "row"])
