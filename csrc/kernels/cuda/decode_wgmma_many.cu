@@ -155,12 +155,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const BlockWork work(p, Shared::kHeads);
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
-  const auto load = [&] {
-    QueryLoader<T, kWide, kScorerAndSummers / kWarpSize, 3, Shared>(
-        p, work, threadIdx.y - kScorer * kGroupWarps)
-        .store(shared);
-    fence_for_async();
-  };
   if (group == kExpander) {
     fewer_registers<kExpanderRegisters>();
     Locator(p, shared, work, 0).first_tiles();
@@ -169,7 +163,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   } else if (group == kScorer) {
     fewer_registers<kScorerRegisters>();
     if (group_warp() == 0 && lane_id() == 0) barrier_init(shared.finished, kGroupThreads);
-    load();
     Locator locator(p, shared, work, kLocated);
     barrier_sync(kQueryBarrier, kScorerAndSummers);
     Softmax softmax(shared);
@@ -186,7 +179,11 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     barrier_arrive(shared.finished);
   } else {
     more_registers<kSummerRegisters>();
-    load();
+    constexpr int kWarps = kSummers * kGroupWarps;  // with registers for all of q at once
+    QueryLoader<T, kWide, kWarps, Shared::kHeads / kWarps, Shared>(
+        p, work, threadIdx.y - kFirstSummer * kGroupWarps)
+        .store(shared);
+    fence_for_async();
     barrier_pass(kQueryBarrier, kScorerAndSummers);
     const int summer = group - kFirstSummer;
     Out out = {};
