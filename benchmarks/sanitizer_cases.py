@@ -45,8 +45,9 @@ def main() -> None:
                 count += 2
     for tokens in FUSED_TOKENS:
         for odd in (False, True):
-            fused_write(tokens, odd, generator, device)
-            count += 1
+            for is_neox in (False, True):
+                fused_write(tokens, odd, is_neox, generator, device)
+                count += 1
     count += decode(generator, device)
     count += samples(generator, device)
     torch.cuda.synchronize()
@@ -102,7 +103,9 @@ def write(
     expect_equal(written, cache, f"write, {tokens} tokens, {dtype}, odd {odd}")
 
 
-def fused_write(tokens: int, odd: bool, generator: torch.Generator, device: torch.device) -> None:
+def fused_write(
+    tokens: int, odd: bool, is_neox: bool, generator: torch.Generator, device: torch.device
+) -> None:
     latent = torch.randn(tokens, HEAD_DIM, generator=generator).bfloat16()
     num_blocks = tokens // 16 + 1
     cache = torch.randint(
@@ -120,7 +123,7 @@ def fused_write(tokens: int, odd: bool, generator: torch.Generator, device: torc
         eps=1e-6,
         positions=positions.to(device),
         cos_sin_cache=on_device(table, device, odd=odd),
-        is_neox=odd,
+        is_neox=is_neox,
         kv_cache=written,
         slot_mapping=slots.to(device),
     )
@@ -131,7 +134,7 @@ def fused_write(tokens: int, odd: bool, generator: torch.Generator, device: torc
         eps=1e-6,
         positions=positions,
         cos_sin_cache=table,
-        is_neox=odd,
+        is_neox=is_neox,
         kv_cache=cache,
         slot_mapping=slots,
     )
@@ -179,15 +182,22 @@ def gather(
 def decode(generator: torch.Generator, device: torch.device) -> int:
     """Every decode kernel and each of its tiles of heads; wgmma's with splits and without."""
     small = [(1, 3, 70), (3, 16, 130), (2, 20, 300), (50, 40, 130), (70, 64, 130)]
-    # On an H200 ten tiles of tokens by 64 heads, then 16, 32 and 64 with a row's tokens shared out.
-    large = [(70, 64, 600), (4, 17, 2048), (8, 64, 2048), (36, 50, 2048)]
+    # On an H200 ten tiles of tokens by 64 heads, and none, one and ten; then 16, 32 and 64 with a
+    # row's tokens shared out.
+    large = [(70, 64, 600), (71, 64, 600), (4, 17, 2048), (8, 64, 2048), (36, 50, 2048)]
     count = 0
     for kernel, shapes in (("mma", small), ("", small + large)):  # wgmma's serve unless told
         os.environ["NVFP4_DSMLA_DECODE"] = kernel
         for batch, heads, topk in shapes:
             for dtype in (torch.bfloat16, torch.float16):
                 arguments = decode_cases.decode_arguments(
-                    generator, device, batch=batch, heads=heads, topk=topk, dtype=dtype
+                    generator,
+                    device,
+                    batch=batch,
+                    heads=heads,
+                    topk=topk,
+                    dtype=dtype,
+                    lengths=[(0, 1, topk)[i % 3] for i in range(batch)] if batch == 71 else None,
                 )
                 out, _ = nvfp4_dsmla.sparse_mla_decode(**arguments)
                 on_host: dict[str, Any] = {

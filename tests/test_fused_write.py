@@ -98,14 +98,16 @@ def records_of(arguments: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("round_to_input", [True, False], ids=["rounded", "unrounded"])
 @pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [600, 2_500, 8_200])  # on CUDA kernels of their own
 def test_many_tokens_at_many_magnitudes(
     device: torch.device,
+    tokens: int,
     dtype: torch.dtype,
     is_neox: bool,
     round_to_input: bool,
     generator: torch.Generator,
 ) -> None:
-    rows = latents((600, HEAD_DIM), dtype, generator, specials_share=0.0003)
+    rows = latents((tokens, HEAD_DIM), dtype, generator, specials_share=0.0003)
     check_write(
         random_arguments(rows, device, generator, is_neox=is_neox, round_to_input=round_to_input)
     )
@@ -136,14 +138,15 @@ def test_as_the_ops_in_turn(
 
 @pytest.mark.parametrize("exponent", [-8, -10, -12, -14, -18, -24])
 @pytest.mark.parametrize("by", ["weight", "input"])
+@pytest.mark.parametrize("tokens", [100, 2_500])
 def test_low_magnitudes(
-    device: torch.device, by: str, exponent: int, generator: torch.Generator
+    device: torch.device, tokens: int, by: str, exponent: int, generator: torch.Generator
 ) -> None:
     """Blocks around and below the smallest scale, because the weight is small or eps is not.
 
     A fused writer of a public engine had other bytes there than the writer alone.
     """
-    rows = torch.randn(100, HEAD_DIM, generator=generator)
+    rows = torch.randn(tokens, HEAD_DIM, generator=generator)
     weight = 1 + torch.randn(NOPE_DIM, generator=generator) / 4
     small = torch.tensor(2.0**exponent)
     if by == "weight":
@@ -153,7 +156,7 @@ def test_low_magnitudes(
             (rows * small).bfloat16(), device, generator, weight=weight, eps=1.0
         )
     check_write(arguments)
-    records = arguments["kv_cache"].view(-1, RECORD_BYTES)[:100].cpu()
+    records = arguments["kv_cache"].view(-1, RECORD_BYTES)[:tokens].cpu()
     magnitude = reference.decode(records, torch.float32)[:, :NOPE_DIM].abs()
     if exponent >= -10:  # at least some of a tile's values are more than half the smallest step
         assert magnitude.any(1).all()
@@ -277,8 +280,12 @@ def test_tokens_that_share_a_warp(
     """Those of more than 2,048, and of more than 8,192; not all warps have as many."""
     arguments = some_skipped(tokens, dtype, device, generator)
     table = TABLE.to(dtype) if is_neox else TABLE
+    # What is skipped has no position either.
+    arguments["positions"][arguments["slot_mapping"] < 0] = len(table)
     arguments |= {
         "is_neox": is_neox,
+        "positions": arguments["positions"].int() if is_neox else arguments["positions"],
+        "norm_weight": arguments["norm_weight"].float() if is_aligned else arguments["norm_weight"],
         "cos_sin_cache": inside(
             table, generator, device, offset=MARGIN if is_aligned else MARGIN + 1
         ),

@@ -46,7 +46,7 @@ NVFP4_DSMLA_INLINE float inverse(float x) {
 NVFP4_DSMLA_INLINE BlockScale choose_scale(float amax) {
   constexpr float kSixth = 1.0f / kE2m1Max;
   float t = amax * kSixth;
-  t = t > kE4m3MinSubnormal ? t : kE4m3MinSubnormal;
+  t = t > kE4m3MinSubnormal ? t : kE4m3MinSubnormal;  // and of a NaN, which amax may be
   t = t < kE4m3Max ? t : kE4m3Max;
   const E4m3 scale = round_up_to_e4m3(t);
   return {scale.code, inverse(scale.value)};

@@ -4,8 +4,8 @@
 //   norm   y = (x * r) * weight,  r = 1 / sqrt(sum of x^2 / 512 + eps)
 //   RoPE   (a, b)  ->  (a * cos - b * sin,  b * cos + a * sin)
 //
-// The sum is that of neighbours in pairs, of those sums in pairs, and so on: nine levels. The lower
-// four are the elements of a block, the upper five a warp's exchange of blocks.
+// The sum is that of neighbours in pairs, of those sums in pairs, and so on: nine levels, in an
+// order in which lanes can take some and exchanges between them the others.
 #pragma once
 
 #include <cmath>

@@ -131,7 +131,7 @@ __device__ inline float finish_head(
     p.partial_lse[p.result_at(split, row, head)] = lse2;
   } else {
     if (sum != 0.0f) factor *= sink_factor(p, head, lse2);
-    p.lse[static_cast<int64_t>(row) * p.heads + head] = lse2 * kLn2;
+    p.lse[p.result_at(0, row, head)] = lse2 * kLn2;
   }
   return factor;
 }

@@ -12,9 +12,9 @@
 //              go; softmax; store P
 //   summer     multiplies V^T P
 //
-// Two V and P buffers pass between them: `full` when a tile's are written, `empty` when it is
-// summed. Four registers that are an operand of K q^T go to V as they are, with one stmatrix; the
-// order of dims that this makes is LanesRecord's.
+// Two V and P buffers pass between them: `full` when a tile's are written, and back, by halves of
+// the dims, when they are summed. Four registers that are an operand of K q^T go to V as they are,
+// with one stmatrix; the order of dims that this makes is LanesRecord's.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"
@@ -260,9 +260,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   const BlockWork work(p, kHeads);
   const int thread = threadIdx.y * kWarpSize + threadIdx.x;
   if (thread == 0) {
-    for (int b = 0; b < kBuffers; ++b) {
-      barrier_init(shared.full[b], kGroupThreads);
-    }
+    for (uint64_t& full : shared.full) barrier_init(full, kGroupThreads);
     barrier_init(shared.finished, kExpanders * kGroupThreads);
     shared.raises = 0;
   }

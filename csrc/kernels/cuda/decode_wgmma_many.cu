@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
         p, work, threadIdx.y - kFirstSummer * kGroupWarps)
         .store(shared);
     fence_for_async();
-    barrier_pass(kQueryBarrier, kScorerAndSummers);
+    barrier_sync(kQueryBarrier, kScorerAndSummers);  // shared.finished is there, too
     const int summer = group - kFirstSummer;
     Out out = {};
     sum_tiles(shared, summer, work.tiles(), out);

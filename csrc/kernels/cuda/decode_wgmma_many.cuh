@@ -54,10 +54,10 @@ enum Barrier : int {
   kQueryBarrier,                              // q is in shared memory
   kFullBarrier,                               // and the buffer: a tile is expanded
   kScoredBarrier = kFullBarrier + kBuffers,   // and the buffer: its P is there
-  kEmptyBarrier = kScoredBarrier + kBuffers,  // and the buffer: it is summed
+  kEmptyBarrier = kScoredBarrier + kBuffers,  // and the buffer: it is summed, all is located
 };
 inline constexpr int kExpanderAndScorer = 2 * kGroupThreads;
-inline constexpr int kScorerAndSummers = (1 + kSummers) * kGroupThreads;  // all the others
+inline constexpr int kScorerAndSummers = (1 + kSummers) * kGroupThreads;
 inline constexpr int kAll = kGroups * kGroupThreads;
 
 // Says where records are: a warp 16 of a tile, a lane (of 16) one. The expander locates those of

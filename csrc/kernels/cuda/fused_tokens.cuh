@@ -57,17 +57,17 @@ class KeyPairs {
  public:
   static constexpr int kLanes = kRopePairs / kPairs;  // that a token takes
 
-  // Those from pair `first` on.
-  __device__ void load(const FusedTokens& t, uint32_t token, int first) {
-    first_ = first;
+  // Those of lane `lane` of kLanes.
+  __device__ void load(const FusedTokens& t, uint32_t token, int lane) {
+    first_ = lane * kPairs;
     const In* from = static_cast<const In*>(row_at<kWide>(t.k_pe, token, t.k_pe_stride));
     if (t.is_neox) {
       Elements<In, kPairs> halves[2];
-      halves[0].template load<kWide>(from + first);
-      halves[1].template load<kWide>(from + kRopePairs + first);
+      halves[0].template load<kWide>(from + first_);
+      halves[1].template load<kWide>(from + kRopePairs + first_);
       memcpy(key_.words, halves, sizeof(halves));
     } else {
-      key_.template load<kWide>(from + 2 * first);
+      key_.template load<kWide>(from + 2 * first_);
     }
   }
 

@@ -121,7 +121,7 @@ __global__ void fused_write_few(const __grid_constant__ FusedTokens t) {
   Latent latent;
   Pairs pairs;
   if (of_key) {
-    pairs.load(t, token, lane_id() % Pairs::kLanes * 2);
+    pairs.load(t, token, lane_id() % Pairs::kLanes);
   } else {
     latent.load(t, token);
   }
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarpSize, kBlocksPerSm<In>)
   NopeElements<In> x;
   x.template load<kWide>(reinterpret_cast<const In*>(from));
   Pairs pairs;
-  pairs.load(t, token, lane_id() % Pairs::kLanes * kTokens);
+  pairs.load(t, token, lane_id() % Pairs::kLanes);
   __syncthreads();
 
   const bool there = mine <= last && t.holds(slot, position);
@@ -240,13 +240,12 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarpSize, kBlocksPerSm<In>)
   }
 }
 
-// ---- which, and how many blocks
-// ------------------------------------------------------------------
+// ---- which, and how many blocks -----------------------------------------------------------------
 
 // Up to which number of tokens a block a token, and then two tokens a warp, are the fastest
 // (docs/kernels.md).
-constexpr uint32_t kFewTokens = 2'048;
-constexpr uint32_t kManyTokens = 8'192;
+constexpr uint32_t kMostByBlocks = 2'048;
+constexpr uint32_t kMostByTwo = 8'192;
 
 template <class In, class Stored, bool kWide>
 void launch_few(const FusedTokens& t, cudaStream_t stream) {
@@ -273,11 +272,11 @@ int launch(const FusedWriteParams& p, cudaStream_t stream) {
   if (p.max_positions == 0) return cudaSuccess;  // no position is in the table
   const FusedTokens t(p);
   const bool wide = can_go_wide(t, p.write);
-  if (t.count <= kFewTokens) {
+  if (t.count <= kMostByBlocks) {
     wide ? launch_few<In, Stored, true>(t, stream) : launch_few<In, Stored, false>(t, stream);
   } else if (!wide) {
     launch_many<In, Stored, 2, false>(t, stream);
-  } else if (t.count <= kManyTokens) {
+  } else if (t.count <= kMostByTwo) {
     launch_many<In, Stored, 2, true>(t, stream);
   } else {
     launch_many<In, Stored, 4, true>(t, stream);

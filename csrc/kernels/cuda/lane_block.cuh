@@ -1,5 +1,5 @@
-// A lane's elements of a token, in registers: 16 NoPE elements and 2 RoPE elements of one type. How
-// they are loaded, compared and widened.
+// A lane's elements of a token, in registers, of one type: in most kernels 16 NoPE elements and 2
+// RoPE elements. How they are loaded, compared and widened.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// The tokens of a write, one a warp.
+// The tokens of a write.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -76,7 +76,8 @@ bool can_go_wide(const Tokens& t, const PagedCache<uint8_t>& cache, int64_t elem
          records_aligned(cache, Codec::kStoreBytes);
 }
 
-// At every size from 1 to 262,144 tokens as good as 1, 2, 8 or 16, or better (docs/kernels.md).
+// For a write at every size from 1 to 262,144 tokens as good as 1, 2, 8 or 16, or better
+// (docs/kernels.md).
 inline constexpr uint32_t kWarpsPerBlock = 4;
 
 }  // namespace nvfp4_dsmla::cuda
