@@ -1,6 +1,6 @@
 // The partial results of a row's splits -> its result: each weighed by its share of the sum of
 // exponentials. A block a head, a thread 4 dims, 16 parts at a time, which it asks for before it
-// knows what they weigh: such a kernel's time is round trips to memory.
+// knows what they weigh: such a kernel's time is round trips to memory, and between lanes.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"
@@ -11,6 +11,11 @@ namespace {
 constexpr int kThreads = kNopeDim / 4;
 constexpr int kLanesSplits = kMaxSplits / kWarpSize;
 
+// -inf past the last split.
+__device__ float partial_lse(const DecodeKernelParams& p, int split, int64_t at) {
+  return split < p.num_splits ? p.partial_lse[p.result_at(split, 0, 0) + at] : -INFINITY;
+}
+
 template <class Combine>
 __device__ float of_warp(float x, Combine combine) {
 #pragma unroll
@@ -20,26 +25,67 @@ __device__ float of_warp(float x, Combine combine) {
   return x;
 }
 
-// What the splits weigh, split i with lane i % 32, and the logarithm of the whole sum; every warp
+// What the parts of a head weigh, and the logarithm of the whole sum. Up to 16 parts: every thread
 // finds it out for itself.
-struct Weights {
-  __device__ explicit Weights(const float (&lse)[kLanesSplits]) {
-    const float top = of_warp(fmaxf(lse[0], lse[1]), [](float a, float b) { return fmaxf(a, b); });
+template <int kParts>
+class FewWeights {
+ public:
+  __device__ FewWeights(const DecodeKernelParams& p, int64_t at) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) of_[i] = partial_lse(p, i, at);
+  }
+  __device__ void settle() {
+    float top = of_[0];
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) top = fmaxf(top, of_[i]);
     const float base = top == -INFINITY ? 0.0f : top;
-    for (int i = 0; i < kLanesSplits; ++i) of_lane[i] = exp2f(lse[i] - base);
-    sum = of_warp(of_lane[0] + of_lane[1], [](float a, float b) { return a + b; });
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      of_[i] = exp2f(of_[i] - base);
+      sum += of_[i];
+    }
+    lse2 = sum == 0.0f ? -INFINITY : base + log2f(sum);
+  }
+  __device__ float operator[](int split) const { return of_[split]; }
+
+  static constexpr bool kAtOnce = true;
+  float sum = 0.0f, lse2;
+
+ private:
+  float of_[kParts];
+};
+
+// Any number: split i's with lane i % 32; every warp for itself.
+class ManyWeights {
+ public:
+  __device__ ManyWeights(const DecodeKernelParams& p, int64_t at) {
+#pragma unroll
+    for (int i = 0; i < kLanesSplits; ++i) {
+      of_lane_[i] = partial_lse(p, i * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize, at);
+    }
+  }
+  __device__ void settle() {
+    const float top =
+        of_warp(fmaxf(of_lane_[0], of_lane_[1]), [](float a, float b) { return fmaxf(a, b); });
+    const float base = top == -INFINITY ? 0.0f : top;
+    for (float& lse : of_lane_) lse = exp2f(lse - base);
+    sum = of_warp(of_lane_[0] + of_lane_[1], [](float a, float b) { return a + b; });
     lse2 = sum == 0.0f ? -INFINITY : base + log2f(sum);
   }
   __device__ float operator[](int split) const {
-    return __shfl_sync(kFullWarp, split < kWarpSize ? of_lane[0] : of_lane[1], split % kWarpSize);
+    return __shfl_sync(kFullWarp, split < kWarpSize ? of_lane_[0] : of_lane_[1], split % kWarpSize);
   }
 
-  float of_lane[kLanesSplits];
+  static constexpr bool kAtOnce = false;
   float sum, lse2;
+
+ private:
+  float of_lane_[kLanesSplits];
 };
 static_assert(kLanesSplits == 2);
 
-template <class T, int kAtOnce>
+// kParts: that are asked for at a time.
+template <class T, int kParts, class Weights>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ DecodeKernelParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -48,31 +94,25 @@ __global__ void __launch_bounds__(kThreads)
   cudaGridDependencySynchronize();
 #endif
   const int64_t at = blockIdx.x;  // row * heads + head
-  const int64_t pitch = p.result_at(1, 0, 0);
-  const int lane = threadIdx.x % kWarpSize;
-  float lse[kLanesSplits];
-#pragma unroll
-  for (int i = 0; i < kLanesSplits; ++i) {
-    const int split = i * kWarpSize + lane;
-    lse[i] = split < p.num_splits ? p.partial_lse[split * pitch + at] : -INFINITY;
-  }
+  Weights weights(p, at);
   const auto* from = reinterpret_cast<const uint2*>(p.partial_out + at * kNopeDim) + threadIdx.x;
-  const int64_t step = pitch * (kNopeDim / 4);
-  uint2 parts[kAtOnce];
+  const int64_t step = p.result_at(1, 0, 0) * (kNopeDim / 4);
+  uint2 parts[kParts];
   const auto load = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kParts; ++i) {
       if (first + i < p.num_splits) parts[i] = __ldcs(from + (first + i) * step);
     }
   };
   load(0);
-  const Weights weights(lse);
+  weights.settle();
 
   float4 sum = {};
-  for (int first = 0; first < p.num_splits; first += kAtOnce) {
+  const int end = Weights::kAtOnce ? kParts : p.num_splits;
+  for (int first = 0; first < end; first += kParts) {
     if (first > 0) load(first);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kParts; ++i) {
       if (first + i >= p.num_splits) break;
       // A split without a token has no weight and, like all of them, a finite or a justly NaN
       // output.
@@ -100,7 +140,9 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 int launch(const DecodeKernelParams& p, bool ahead, cudaStream_t stream) {
   constexpr int kFew = 4, kMany = 16;
-  const auto kernel = p.num_splits <= kFew ? combine_kernel<T, kFew> : combine_kernel<T, kMany>;
+  const auto kernel = p.num_splits <= kFew    ? combine_kernel<T, kFew, FewWeights<kFew>>
+                      : p.num_splits <= kMany ? combine_kernel<T, kMany, FewWeights<kMany>>
+                                              : combine_kernel<T, kMany, ManyWeights>;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
