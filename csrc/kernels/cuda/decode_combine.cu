@@ -25,22 +25,22 @@ __device__ float of_warp(float x, Combine combine) {
   return x;
 }
 
-// What the parts of a head weigh, and the logarithm of the whole sum. Up to 16 parts: every thread
+// What the parts of a head weigh, and the logarithm of the whole sum. A few parts: every thread
 // finds it out for itself.
-template <int kParts>
+constexpr int kFew = 4;
 class FewWeights {
  public:
   __device__ FewWeights(const DecodeKernelParams& p, int64_t at) {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) of_[i] = partial_lse(p, i, at);
+    for (int i = 0; i < kFew; ++i) of_[i] = partial_lse(p, i, at);
   }
   __device__ void settle() {
     float top = of_[0];
 #pragma unroll
-    for (int i = 1; i < kParts; ++i) top = fmaxf(top, of_[i]);
+    for (int i = 1; i < kFew; ++i) top = fmaxf(top, of_[i]);
     const float base = top == -INFINITY ? 0.0f : top;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
+    for (int i = 0; i < kFew; ++i) {
       of_[i] = exp2f(of_[i] - base);
       sum += of_[i];
     }
@@ -48,11 +48,12 @@ class FewWeights {
   }
   __device__ float operator[](int split) const { return of_[split]; }
 
-  static constexpr bool kAtOnce = true;
+  static constexpr int kAtOnce = kFew;
+  static constexpr bool kAreAll = true;
   float sum = 0.0f, lse2;
 
  private:
-  float of_[kParts];
+  float of_[kFew];
 };
 
 // Any number: split i's with lane i % 32; every warp for itself.
@@ -76,7 +77,8 @@ class ManyWeights {
     return __shfl_sync(kFullWarp, split < kWarpSize ? of_lane_[0] : of_lane_[1], split % kWarpSize);
   }
 
-  static constexpr bool kAtOnce = false;
+  static constexpr int kAtOnce = 16;
+  static constexpr bool kAreAll = false;
   float sum, lse2;
 
  private:
@@ -84,8 +86,7 @@ class ManyWeights {
 };
 static_assert(kLanesSplits == 2);
 
-// kParts: that are asked for at a time.
-template <class T, int kParts, class Weights>
+template <class T, class Weights>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ DecodeKernelParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -97,6 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   Weights weights(p, at);
   const auto* from = reinterpret_cast<const uint2*>(p.partial_out + at * kNopeDim) + threadIdx.x;
   const int64_t step = p.result_at(1, 0, 0) * (kNopeDim / 4);
+  constexpr int kParts = Weights::kAtOnce;
   uint2 parts[kParts];
   const auto load = [&](int first) {
 #pragma unroll
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   weights.settle();
 
   float4 sum = {};
-  const int end = Weights::kAtOnce ? kParts : p.num_splits;
+  const int end = Weights::kAreAll ? kParts : p.num_splits;
   for (int first = 0; first < end; first += kParts) {
     if (first > 0) load(first);
 #pragma unroll
@@ -139,10 +141,8 @@ __global__ void __launch_bounds__(kThreads)
 // Registers for many parts at once keep blocks from running side by side.
 template <class T>
 int launch(const DecodeKernelParams& p, bool ahead, cudaStream_t stream) {
-  constexpr int kFew = 4, kMany = 16;
-  const auto kernel = p.num_splits <= kFew    ? combine_kernel<T, kFew, FewWeights<kFew>>
-                      : p.num_splits <= kMany ? combine_kernel<T, kMany, FewWeights<kMany>>
-                                              : combine_kernel<T, kMany, ManyWeights>;
+  const auto kernel =
+      p.num_splits <= kFew ? combine_kernel<T, FewWeights> : combine_kernel<T, ManyWeights>;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
