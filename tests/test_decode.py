@@ -1,8 +1,8 @@
 """sparse_mla_decode: attention to the records that the indices select, and to nothing else.
 
-What may differ from the oracle (decode_oracle.py) is said once, in its `assert_attention`. What must
-not depend on something (a record that is not selected, the rows beside a row, the number of threads)
-is compared bit by bit.
+What may differ from the oracle is said once, in `assert_attention` of decode_oracle.py. What must
+not depend on something (a record that is not selected, the rows beside a row, the number of
+threads) is compared bit by bit.
 """
 
 from __future__ import annotations

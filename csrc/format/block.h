@@ -42,11 +42,11 @@ NVFP4_DSMLA_INLINE float inverse(float x) {
 // 2^-25), gives the same code: the code only changes where t passes an e4m3 value v. At amax = 6v
 // the product is v * (1 + 2^-25), which rounds to v as the quotient does; and amax one ulp above 6v
 // is at least two thirds of v's ulp above v, which rounds past v in both. (tests/cpp checks every
-// fp32 amax.)
+// fp32 amax, on the host.)
 NVFP4_DSMLA_INLINE BlockScale choose_scale(float amax) {
   constexpr float kSixth = 1.0f / kE2m1Max;
   float t = amax * kSixth;
-  t = t > kE4m3MinSubnormal ? t : kE4m3MinSubnormal;  // and of a NaN, which amax may be
+  t = t > kE4m3MinSubnormal ? t : kE4m3MinSubnormal;  // also if amax is NaN
   t = t < kE4m3Max ? t : kE4m3Max;
   const E4m3 scale = round_up_to_e4m3(t);
   return {scale.code, inverse(scale.value)};

@@ -60,8 +60,8 @@ NVFP4_DSMLA_INLINE E4m3 round_up_to_e4m3(float t) {
   const float normal_value = bit_cast<float>(up & ~kBelow);
   const bool subnormal = t < kE4m3MinNormal;
 #if defined(__CUDA_ARCH__)
-  // As in encode_e4m3, and rounded up: the units that convert are slow. (tests/cpp tries the other
-  // branch.)
+  // Steps of 2^-9 by an addition, as in encode_e4m3, rounded up: conversions to integers are slow.
+  // (tests/cpp tries the other branch.)
   constexpr float kSubnormalSteps = 16'384.0f;
   const float steps = __fadd_ru(t, kSubnormalSteps);
   return {subnormal ? bit_cast<uint32_t>(steps) - bit_cast<uint32_t>(kSubnormalSteps) : normal_code,

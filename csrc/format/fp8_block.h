@@ -19,7 +19,7 @@ NVFP4_DSMLA_INLINE float choose_scale(float amax) {
 #else
   const float scale = amax / kE4m3Max;
 #endif
-  return scale > FLT_MIN ? scale : FLT_MIN;  // and of a NaN, which amax may be
+  return scale > FLT_MIN ? scale : FLT_MIN;  // also if amax is NaN
 }
 
 // A quotient, rounded to nearest on its own before it is rounded to e4m3: a product with the

@@ -255,8 +255,8 @@ def sparse_mla_decode(
     Records are read as the exact numbers they stand for; scores, softmax and sums are in fp32. On
     CUDA the factors of the two products are float16, into whose range a bfloat16 q is brought by
     powers of two. Weights below 2^-31 of the greatest (on sm_90a; elsewhere 2^-39) are then
-    nothing. Where several thread blocks share a row's tokens, what each makes of them is rounded
-    to float16 before it is combined.
+    nothing. Where several thread blocks share a row's tokens, their results are rounded to float16
+    before they are combined.
 
     Args:
         q: bfloat16 or float16 [b, s_q, h_q, 576], 512 NoPE dims, then 64 RoPE dims: the queries

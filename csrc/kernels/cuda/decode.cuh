@@ -20,8 +20,8 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // expand.cuh leaves elements 2^-7 of their value; this is what makes scores and outputs good.
 inline constexpr float kMakeGood = 0x1p7f;
 
-// Partial results are in fp16, and no greater than an element of V, 6 * 448: room for a factor that
-// keeps bits of small ones.
+// Partial results are in fp16. None exceeds V's greatest, 6 * 448, which leaves room for a factor
+// of 2^4: four more bits for small ones.
 inline constexpr float kPartialScale = 0x1p4f;
 
 struct DecodeKernelParams : DecodeParams {

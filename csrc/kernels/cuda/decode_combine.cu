@@ -1,6 +1,6 @@
 // The partial results of a row's splits -> its result: each weighed by its share of the sum of
-// exponentials. A block a head, a thread 4 dims, 16 parts at a time, which it asks for before it
-// knows what they weigh: such a kernel's time is round trips to memory, and between lanes.
+// exponentials. A block a head, a thread 4 dims, up to 16 parts at a time, which it asks for before
+// it knows what they weigh: such a kernel's time is round trips to memory, and between lanes.
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/decode.cuh"
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) p.lse[at] = weights.lse2 * kLn2;
 }
 
-// Registers for many parts at once keep blocks from running side by side.
+// The one for few parts has fewer registers, so that more blocks run side by side.
 template <class T>
 int launch(const DecodeKernelParams& p, bool ahead, cudaStream_t stream) {
   const auto kernel =

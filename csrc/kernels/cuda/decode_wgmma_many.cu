@@ -11,7 +11,7 @@
 //             eight chunks are V
 //   scorer    q K^T; softmax; P in the place of the chunk of K that is not V's; and, for it has the
 //             time, where the records of the tile four ahead are
-//   summers   P V, each half of the dims
+//   summers   q to shared memory, first; then P V, each half of the dims
 //
 // Two buffers pass from one to the next and back. A word of codes, expanded, goes to K with one
 // stmatrix, in LanesRecord's order of dims.

@@ -1,9 +1,9 @@
 // fused_rmsnorm_rope_concat_and_cache_nvfp4_ds_mla: write.cu with a norm and a rotation before it.
 //
-// Few tokens, a block each, for what counts is how long one takes: two warps have 8 NoPE elements a
-// lane and exchange their sums of squares, a third rotates the key meanwhile.
+// Up to 2,048 tokens, a block each: what counts is how long one takes. Two warps have 8 NoPE
+// elements a lane and exchange their sums of squares, a third rotates the key meanwhile.
 //
-// Many tokens, two or four a warp, for what counts is how few instructions one takes:
+// More, two or four a warp: what counts is how few instructions one takes.
 //
 //   lane l   rotates   two or four pairs of one of the keys
 //            then, token by token, the next one's elements on their way:
@@ -55,7 +55,7 @@ __device__ void widen_all(const Elements<In, kCount>& from, float (&to)[kCount])
 
 constexpr int kFewNopeWarps = 2;
 
-// The eight NoPE elements of a lane that one store of codes has.
+// A lane's eight NoPE elements, half a block: one store of codes.
 template <class In, bool kWide>
 class FewElements {
  public:
@@ -69,7 +69,7 @@ class FewElements {
     }
   }
 
-  // Sums of four lanes, which costs fewer exchanges than a warp's.
+  // A sum of every four lanes: two exchanges, where a warp's takes five.
   static constexpr int kLanes = 4, kSums = kFewNopeWarps * kWarpSize / kLanes;
   __device__ void share_sum(const FusedTokens& t, float (&sums)[kSums]) {
     widen_all(x_, y_);
@@ -125,11 +125,12 @@ __global__ void fused_write_few(const __grid_constant__ FusedTokens t) {
   } else {
     latent.load(t, token);
   }
+  // After the elements: their conversion to 64 bits would hold those up.
   const int64_t slot = t.slots.at<kWide>(token), position = t.positions.at<kWide>(token);
   __syncwarp();  // keeps the loads above in their place, as in write.cu
   const bool there = t.holds(slot, position);
   uint8_t* record = t.cache.template record<kWide>(static_cast<uint32_t>(slot));
-  asm volatile("" : "+l"(record));  // and this, which the compiler would do when all wait for it
+  asm volatile("" : "+l"(record));  // now: the compiler would make it after the barrier
   if (!of_key) {
     latent.share_sum(t, sums);
   } else if (there) {
@@ -182,8 +183,8 @@ __device__ void normalise_all(float (&y)[kNopePerLane],
   }
 }
 
-// So many at least are to fit an SM: more warps, each with fewer registers, hide the memory better.
-// (Chips before sm_80 hold no more than 8.)
+// So many blocks at least are to fit an SM: more warps, each with fewer registers, hide the memory
+// better. (Chips before sm_80 hold no more than 8.)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 template <class In>
 constexpr int kBlocksPerSm = 8;
