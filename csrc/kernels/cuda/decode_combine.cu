@@ -9,7 +9,7 @@ namespace nvfp4_dsmla::cuda {
 namespace {
 
 constexpr int kThreads = kNopeDim / 4;
-constexpr int kLanesSplits = kMaxSplits / kWarpSize;
+constexpr int kSplitsPerLane = kMaxSplits / kWarpSize;
 
 // -inf past the last split.
 __device__ float partial_lse(const DecodeKernelParams& p, int split, int64_t at) {
@@ -49,7 +49,7 @@ class FewWeights {
   __device__ float operator[](int split) const { return of_[split]; }
 
   static constexpr int kAtOnce = kFew;
-  static constexpr bool kAreAll = true;
+  static constexpr bool kInOneRound = true;
   float sum = 0.0f, lse2;
 
  private:
@@ -61,7 +61,7 @@ class ManyWeights {
  public:
   __device__ ManyWeights(const DecodeKernelParams& p, int64_t at) {
 #pragma unroll
-    for (int i = 0; i < kLanesSplits; ++i) {
+    for (int i = 0; i < kSplitsPerLane; ++i) {
       of_lane_[i] = partial_lse(p, i * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize, at);
     }
   }
@@ -78,13 +78,13 @@ class ManyWeights {
   }
 
   static constexpr int kAtOnce = 16;
-  static constexpr bool kAreAll = false;
+  static constexpr bool kInOneRound = false;
   float sum, lse2;
 
  private:
-  float of_lane_[kLanesSplits];
+  float of_lane_[kSplitsPerLane];
 };
-static_assert(kLanesSplits == 2);
+static_assert(kSplitsPerLane == 2);
 
 template <class T, class Weights>
 __global__ void __launch_bounds__(kThreads)
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   weights.settle();
 
   float4 sum = {};
-  const int end = Weights::kAreAll ? kParts : p.num_splits;
+  const int end = Weights::kInOneRound ? kParts : p.num_splits;
   for (int first = 0; first < end; first += kParts) {
     if (first > 0) load(first);
 #pragma unroll

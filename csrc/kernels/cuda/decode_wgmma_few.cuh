@@ -41,9 +41,11 @@ struct alignas(1024) Shared {
 inline constexpr int kGroupBarrier = 1;  // and the group
 inline constexpr int kExpandersBarrier = 4;
 inline constexpr int kSummerBarrier = 5;
-inline constexpr int kTurnBarrier = 6;  // and the expander
-// Between an expander and the summer: a half of the dims of a buffer of V is summed.
-__device__ inline int empty_barrier(int buffer, int half) { return 8 + 2 * buffer + half; }
+inline constexpr int kTurnBarrier = 6;   // and the expander
+inline constexpr int kEmptyBarrier = 8;  // and the buffer of V, and the half of its dims
+__device__ inline int empty_barrier(int buffer, int half) {
+  return kEmptyBarrier + 2 * buffer + half;
+}
 inline constexpr int kInTurn = 2 * kGroupThreads;  // threads at a barrier of two warpgroups
 
 __device__ inline void group_sync() { barrier_sync(kGroupBarrier + group_id(), kGroupThreads); }
