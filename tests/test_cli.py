@@ -124,10 +124,10 @@ from nvfp4_dsmla.__main__ import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == (
         "nvfp4-dsmla: the command line needs typer, which is not installed: "
-        "`pip install nvfp4-dsmla[cli]`\n"
+        "install the package with its extra, in a clone `pip install '.[cli]'`\n"
     )
 
 
@@ -331,6 +331,26 @@ def test_inspect_refuses(cache_file: Path, arguments: list[str], message: str) -
     assert message in run("inspect", *files, status=2)
 
 
+@pytest.mark.parametrize("content", [b"", b"no cache", b"PK\x03\x04", b"\x80\x02K\x01."])
+@pytest.mark.parametrize(
+    ("suffix", "wanted"), [(".pt", "a zip file of torch.save"), (".npy", "an array of numpy.save")]
+)
+def test_inspect_refuses_other_files(
+    tmp_path: Path, suffix: str, wanted: str, content: bytes
+) -> None:
+    file = tmp_path / f"some{suffix}"
+    file.write_bytes(content)
+    message = f"nvfp4-dsmla: some{suffix}: wanted {wanted}, got something else\n"
+    assert run("inspect", str(file), status=2) == message
+
+
+def test_inspect_refuses_a_folder_and_an_old_file(tmp_path: Path) -> None:
+    assert "Is a directory" in run("inspect", str(tmp_path), status=2)
+    old = tmp_path / "old.pt"
+    torch.save(torch.zeros(1, 1, 352), old, _use_new_zipfile_serialization=False)
+    assert "old.pt: wanted a zip file" in run("inspect", str(old), status=2)
+
+
 def test_scales_by_octave() -> None:
     """Every e4m3 byte, by its value."""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -357,6 +377,11 @@ def test_a_plot_is_a_png(command: str, cache_file: Path, tmp_path: Path) -> None
     png = tmp_path / "plot.png"
     run(command, *([str(cache_file)] if command == "inspect" else []), "--plot", str(png))
     assert png.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(("name", "said"), [("no/plot.png", "No such file"), ("p.xyz", "xyz")])
+def test_a_plot_that_cannot_be_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    assert said in run("plan", "--plot", str(tmp_path / name), status=2)
 
 
 # ---- bench -------------------------------------------------------------------------------------

@@ -13,10 +13,12 @@ def main() -> None:
         if missing.name is None or missing.name.startswith("nvfp4_dsmla"):
             raise
         # The library itself needs torch alone.
-        sys.exit(
+        print(
             f"nvfp4-dsmla: the command line needs {missing.name}, which is not installed: "
-            f"`pip install nvfp4-dsmla[cli]`"
+            f"install the package with its extra, in a clone `pip install '.[cli]'`",
+            file=sys.stderr,
         )
+        sys.exit(2)
     app(prog_name="nvfp4-dsmla")
 
 

@@ -36,7 +36,7 @@ def _refusals() -> Iterator[None]:
     """A refused argument ends the command with its sentence and status 2."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"nvfp4-dsmla: {error}", err=True)
         raise typer.Exit(2) from error
 
@@ -56,7 +56,7 @@ def verify(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run golden records and random ones through the ops of every device, and compare every bit."""
+    """Compare what the ops of every device make of golden and random records with the reference."""
     screen = Screen(as_json=json)
     with _refusals():
         report = verify_screen.gather(screen, tokens=tokens, seed=seed, device=device)
@@ -94,7 +94,8 @@ def plan(
         )
     Screen(as_json=json).show(report, plan_screen.draw)
     if plot is not None:
-        plan_screen.plot(report, plot)
+        with _refusals():
+            plan_screen.plot(report, plot)
 
 
 @app.command()
@@ -116,7 +117,8 @@ def inspect(
         )
     screen.show(report, inspect_screen.draw)
     if plot is not None:
-        inspect_screen.plot(report, plot)
+        with _refusals():
+            inspect_screen.plot(report, plot)
 
 
 @app.command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,11 +53,10 @@ def load(path: Path, key: str | None = None) -> Tensor:
         key: which tensor of a dict; None where there is one.
 
     Raises:
-        ValueError: the file holds no such tensor.
+        OSError: there is no such file, or it may not be read.
+        ValueError: the file holds no such tensor, or nothing that can be read as one.
     """
-    if path.suffix == ".npy":
-        return torch.from_numpy(np.load(path, mmap_mode="c"))
-    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    stored = _read(path)
     if isinstance(stored, torch.Tensor):
         return stored
     tensors = {}
@@ -68,6 +68,16 @@ def load(path: Path, key: str | None = None) -> Tensor:
         wanted = f"one of the keys {', '.join(tensors)}" if tensors else "a file with a tensor"
         raise ValueError(f"{path.name}: wanted {wanted}, got {key or 'no key'}")
     return tensors[key]
+
+
+def _read(path: Path) -> object:
+    try:
+        if path.suffix == ".npy":
+            return torch.from_numpy(np.lib.format.open_memmap(path, mode="c"))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (ValueError, TypeError, RuntimeError, EOFError, UnpicklingError) as error:
+        wanted = "an array of numpy.save" if path.suffix == ".npy" else "a zip file of torch.save"
+        raise ValueError(f"{path.name}: wanted {wanted}, got something else") from error
 
 
 def gather(
