@@ -151,7 +151,7 @@ def supports_combination(
     What is None is not asked about.
 
     Args:
-        op: a key of `OPS`; None for every op that serving such a cache needs.
+        op: a name in torch.ops.nvfp4_dsmla; None for every op that serving such a cache needs.
         kv_cache_dtype: what `canonicalize_kv_cache_dtype` takes.
         device_type: as torch.device names it.
         compute_capability: of a CUDA device, (9, 0) for an H200. None for that of the current
