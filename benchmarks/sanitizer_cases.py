@@ -184,11 +184,14 @@ def decode(generator: torch.Generator, device: torch.device) -> int:
     small = [(1, 3, 70), (3, 16, 130), (2, 20, 300), (50, 40, 130), (70, 64, 130)]
     # On an H200 ten tiles of tokens by 64 heads, and none, one and ten; then 16, 32 and 64 with a
     # row's tokens shared out.
-    large = [(70, 64, 600), (71, 64, 600), (4, 17, 2048), (8, 64, 2048), (36, 50, 2048)]
+    uneven = (71, 64, 600)
+    large = [(70, 64, 600), uneven, (4, 17, 2048), (8, 64, 2048), (36, 50, 2048)]
     count = 0
     for kernel, shapes in (("mma", small), ("", small + large)):  # wgmma's serve unless told
         os.environ["NVFP4_DSMLA_DECODE"] = kernel
-        for batch, heads, topk in shapes:
+        for shape in shapes:
+            batch, heads, topk = shape
+            lengths = [(0, 1, topk)[i % 3] for i in range(batch)] if shape is uneven else None
             for dtype in (torch.bfloat16, torch.float16):
                 arguments = decode_cases.decode_arguments(
                     generator,
@@ -197,7 +200,7 @@ def decode(generator: torch.Generator, device: torch.device) -> int:
                     heads=heads,
                     topk=topk,
                     dtype=dtype,
-                    lengths=[(0, 1, topk)[i % 3] for i in range(batch)] if batch == 71 else None,
+                    lengths=lengths,
                 )
                 out, _ = nvfp4_dsmla.sparse_mla_decode(**arguments)
                 on_host: dict[str, Any] = {

@@ -33,8 +33,7 @@ inline constexpr int kWgmmaTokens = 64;
 
 // What a thread block takes on an H200, in tenths of a microsecond: wgmma's are fits to its times
 // over 1 to 128 rows, start and combine together; mma's to those of before it multiplied fp16, with
-// wgmma's cost of combining.
-// Elsewhere the ratios matter, and those are alike.
+// wgmma's cost of combining. Elsewhere the ratios matter, and those are alike.
 struct DecodePace {
   int head_tile;
   int tokens;        // of a tile

@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   if (thread < kHeads) shared.running_max[thread] = kNoMaximum;
   const int group = __shfl_sync(kFullWarp, group_id(), 0);
   constexpr int kWarps = kGroups * kGroupWarps;
-  using Query = QueryLoader<T, kWide, kWarps, (kHeads + kWarps - 1) / kWarps, Shared<kHeads>>;
+  using Query = QueryLoader<T, kWide, kWarps, Shared<kHeads>>;
   if (group < kExpanders) {
     const int first = work.begin + group * kTileTokens;
     StagedRecords source(p, p.row_indices(work.place), first, work.end, kExpanders * kTileTokens,

@@ -180,8 +180,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   } else {
     more_registers<kSummerRegisters>();
     constexpr int kWarps = kSummers * kGroupWarps;  // with registers for all of q at once
-    QueryLoader<T, kWide, kWarps, Shared::kHeads / kWarps, Shared>(
-        p, work, threadIdx.y - kFirstSummer * kGroupWarps)
+    QueryLoader<T, kWide, kWarps, Shared>(p, work, threadIdx.y - kFirstSummer * kGroupWarps)
         .store(shared);
     fence_for_async();
     barrier_sync(kQueryBarrier, kScorerAndSummers);  // shared.finished is there, too

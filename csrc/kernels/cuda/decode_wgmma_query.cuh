@@ -86,43 +86,40 @@ struct HeadOfQuery {
 };
 
 // A block's heads, and what their scores are to be multiplied by, in base 2, into shared memory;
-// kWarps share the work, each up to kAtOnce heads at a time. kWide: q may be read 16 bytes at a
+// kWarps share the work, and ask for all of theirs at once. kWide: q may be read 16 bytes at a
 // time.
-template <class T, bool kWide, int kWarps, int kAtOnce, class Shared>
+template <class T, bool kWide, int kWarps, class Shared>
 class QueryLoader {
  public:
   __device__ QueryLoader(const DecodeKernelParams& p, const BlockWork& work, int warp)
       : p_(p), work_(work), warp_(warp) {
-    request(0);
+    request();
   }
 
-  // What was asked for first has the time until here.
+  // What was asked for has the time until here.
   __device__ void store(Shared& shared) {
 #pragma unroll
-    for (int first = 0; first < kHeads; first += kAtOnce * kWarps) {
-      if (first > 0) request(first);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int local = first + i * kWarps + warp_;
-        if (local >= kHeads) break;
-        const float inverse = heads_[i].to_fp16();
-        heads_[i].store(shared.query[0], kHeads, local);
-        if (lane_id() == 0) {
-          shared.score_scale[local] = p_.softmax_scale * (kLog2e * kMakeGood) * inverse;
-        }
+    for (int i = 0; i < kPerWarp; ++i) {
+      const int local = i * kWarps + warp_;
+      if (local >= kHeads) break;
+      const float inverse = heads_[i].to_fp16();
+      heads_[i].store(shared.query[0], kHeads, local);
+      if (lane_id() == 0) {
+        shared.score_scale[local] = p_.softmax_scale * (kLog2e * kMakeGood) * inverse;
       }
     }
   }
 
  private:
   static constexpr int kHeads = Shared::kHeads;
+  static constexpr int kPerWarp = (kHeads + kWarps - 1) / kWarps;
 
-  __device__ void request(int first) {
+  __device__ void request() {
     const T* row = static_cast<const T*>(p_.q) + work_.place.b * p_.q_batch_stride +
                    work_.place.t * p_.q_token_stride;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int local = first + i * kWarps + warp_, head = work_.first_head + local;
+    for (int i = 0; i < kPerWarp; ++i) {
+      const int local = i * kWarps + warp_, head = work_.first_head + local;
       heads_[i] = {};
       if (local < kHeads && head < p_.heads) {
         heads_[i].template load<kWide>(row + head * p_.q_head_stride);
@@ -133,7 +130,7 @@ class QueryLoader {
   const DecodeKernelParams& p_;
   const BlockWork& work_;
   const int warp_;
-  HeadOfQuery<T> heads_[kAtOnce];
+  HeadOfQuery<T> heads_[kPerWarp];
 };
 
 }  // namespace nvfp4_dsmla::cuda::hopper

@@ -26,24 +26,20 @@ __device__ void load_words(const void* from, uint32_t (&to)[kCount]) {
   memcpy(to, pieces, sizeof(to));
 }
 
-// The greater magnitudes of two pairs, their signs of no meaning.
-__device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b, BFloat16) {
+// The greater magnitudes of two pairs of a 16-bit type, their signs of no meaning.
+template <class In>
+__device__ uint32_t max_magnitudes(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   uint32_t pair;
-  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  if constexpr (std::is_same_v<In, BFloat16>) {
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  } else {
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  }
   return pair;
 #else
-  using Pair = __nv_bfloat162;
+  using Pair = std::conditional_t<std::is_same_v<In, BFloat16>, __nv_bfloat162, __half2>;
   return bit_cast<uint32_t>(__hmax2(__habs2(bit_cast<Pair>(a)), __habs2(bit_cast<Pair>(b))));
-#endif
-}
-__device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b, Float16) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-  uint32_t pair;
-  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-  return pair;
-#else
-  return bit_cast<uint32_t>(__hmax2(__habs2(bit_cast<__half2>(a)), __habs2(bit_cast<__half2>(b))));
 #endif
 }
 
@@ -114,7 +110,7 @@ struct Elements {
     } else {
       uint32_t pair = words[0];
 #pragma unroll
-      for (int i = 1; i < kWords; ++i) pair = max_magnitudes(pair, words[i], In{});
+      for (int i = 1; i < kWords; ++i) pair = max_magnitudes<In>(pair, words[i]);
       Elements<In, 2> both;
       both.words[0] = pair & 0x7fff'7fffu;
       return fmaxf(both[0], both[1]);
